@@ -1,0 +1,89 @@
+import pytest
+
+from lldecode import registry
+from lldecode.feature import Context
+
+GOOD = """
+    from lldecode.feature import Feature
+    FEATURE = Feature("{name}", "a test feature", (), probe=lambda ctx: {reason!r}, default={default!r})
+"""
+HERE = Context(((9, 0),), {"vllm": "0.26.0"})
+
+
+def survey(environ, ctx=HERE):
+    return {s.name: s for s in registry.survey(ctx, environ, host="lldecode")}
+
+
+def good(name, reason=None, default="auto"):
+    return GOOD.format(name=name, reason=reason, default=default)
+
+
+def test_states_and_reasons(install, only_fakes):
+    install("runs", good("runs"))
+    install("cannot", good("cannot", reason="no CUDA device"))
+    install("sleeps", good("sleeps", default="off"))
+    found = survey({})
+    assert (found["runs"].state, found["runs"].setting.source, found["runs"].version) == ("on", "default", "0.1.0")
+    assert (found["cannot"].state, found["cannot"].reason, found["cannot"].required) == ("refused", "no CUDA device", False)
+    assert (found["sleeps"].state, found["sleeps"].reason) == ("off", "off by default")
+    assert found["not-there"].state == "not installed"
+    assert survey({"LLDECODE_CANNOT": "on"})["cannot"].required
+
+
+def test_a_broken_package_is_a_reason_not_a_crash(install, only_fakes):
+    install("broken", "raise RuntimeError('needs sm_100')")
+    found = survey({})["broken"]
+    assert (found.state, found.required) == ("refused", False)
+    assert "failed to import: RuntimeError: needs sm_100" in found.reason
+    assert survey({"LLDECODE_BROKEN": "on"})["broken"].required
+
+
+@pytest.mark.parametrize("environ", [{"LLDECODE_BROKEN": "off"}, {"LLDECODE_OFF": "broken"}, {"LLDECODE_OFF": "all"}])
+def test_a_feature_that_is_off_is_never_imported(install, only_fakes, environ, tmp_path):
+    install("broken", f"open({str(tmp_path / 'imported')!r}, 'w')")
+    assert survey(environ)["broken"].state == "off"
+    assert not (tmp_path / "imported").exists()
+
+
+def test_wrong_object_or_name_behind_the_entry_point(install, only_fakes):
+    install("wrong", good("other"))
+    install("worse", "FEATURE = 3")
+    found = survey({})
+    assert "expected a Feature named 'wrong'" in found["wrong"].reason
+    assert "expected a Feature named 'worse'" in found["worse"].reason
+
+
+def test_share_that_does_not_select(install, only_fakes):
+    install("runs", good("runs"))
+    assert survey({"LLDECODE_RUNS": "0%"})["runs"].reason == "0% does not select this replica"
+
+
+def test_a_probe_sees_whether_the_user_insisted(install, only_fakes):
+    body = """
+        from lldecode.feature import Feature
+        FEATURE = Feature("shy", "", (), probe=lambda ctx: None if ctx.required else "only when asked for")
+    """
+    install("shy", body)
+    assert survey({})["shy"].reason == "only when asked for"
+    assert survey({"LLDECODE_SHY": "on"})["shy"].state == "on"
+    assert survey({"LLDECODE_SHY": "100%"})["shy"].state == "on"
+
+
+def test_fingerprint_follows_what_is_on(install, only_fakes):
+    install("one", good("one"))
+    install("two", good("two"))
+    prints = [registry.fingerprint(list(survey(e).values())) for e in ({}, {"LLDECODE_ONE": "off"}, {"LLDECODE_TWO": "off"}, {"LLDECODE_OFF": "all"})]
+    assert len(set(prints)) == 4
+    assert prints[3] == "none"
+    assert prints[0] == registry.fingerprint(list(reversed(survey({}).values())))
+
+
+def test_the_real_catalog_and_versions():
+    assert "ll-bf16-router" in registry.catalog()
+    assert not {"all", "vllm"} & set(registry.catalog())
+    assert registry.versions()["torch"].startswith("2.")
+
+
+def test_a_distribution_that_is_missing_is_not_in_versions(monkeypatch):
+    monkeypatch.setattr(registry, "_PROBED_DISTRIBUTIONS", ("torch", "no-such-distribution"))
+    assert set(registry.versions()) == {"torch"}
