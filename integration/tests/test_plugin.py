@@ -120,7 +120,7 @@ def test_second_call_reads_nothing(two):
 
 def test_typo_fails_at_start_and_lists_the_known(two):
     os.environ["LLDECODE_OEN"] = "on"
-    with pytest.raises(FlagError, match="LLDECODE_OEN: unknown variable; known: .*LLDECODE_ONE"):
+    with pytest.raises(FlagError, match=r"LLDECODE_OEN: unknown variable; known: .*LLDECODE_ONE"):
         plugin.register()
     assert plugin.active() is None
 

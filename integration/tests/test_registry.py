@@ -72,7 +72,10 @@ def test_a_probe_sees_whether_the_user_insisted(install, only_fakes):
 def test_fingerprint_follows_what_is_on(install, only_fakes):
     install("one", good("one"))
     install("two", good("two"))
-    prints = [registry.fingerprint(list(survey(e).values())) for e in ({}, {"LLDECODE_ONE": "off"}, {"LLDECODE_TWO": "off"}, {"LLDECODE_OFF": "all"})]
+    prints = [
+        registry.fingerprint(list(survey(e).values()))
+        for e in ({}, {"LLDECODE_ONE": "off"}, {"LLDECODE_TWO": "off"}, {"LLDECODE_OFF": "all"})
+    ]
     assert len(set(prints)) == 4
     assert prints[3] == "none"
     assert prints[0] == registry.fingerprint(list(reversed(survey({}).values())))

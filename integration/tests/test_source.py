@@ -31,7 +31,8 @@ def test_relative_import_in_a_package_init(host):
 
 
 def test_definitions_inside_blocks_are_all_hashed(host):
-    text = "import sys\nif sys:\n    def f():\n        return {}\nelse:\n    def f():\n        return 2\ntry:\n    X = 1\nexcept OSError:\n    X = 2\n"
+    text = "import sys\nif sys:\n    def f():\n        return {}\nelse:\n    def f():\n        return 2\n"
+    text += "try:\n    X = 1\nexcept OSError:\n    X = 2\n"
     host.write("a", text.format(1))
     first = source.definition(host.target("a:f")).hash
     host.write("a", text.format(3))

@@ -245,4 +245,6 @@ def _is_from(value: Any, found: source.Definition) -> bool:
 def _describe(value: Any) -> str:
     if value is _MISSING:
         return "gone"
-    return f"{getattr(value, '__module__', None) or type(value).__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    name = f"{getattr(value, '__module__', None) or type(value).__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    code = getattr(value, "__code__", None)  # a wrapper that copies names still has its own code
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name

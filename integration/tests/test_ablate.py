@@ -1,0 +1,514 @@
+import argparse
+import csv
+import json
+import signal
+import sys
+import threading
+import time
+import types
+
+import pytest
+import torch
+
+from lldecode import ablate, ablate_vllm, bench, feature, layer, registry
+from lldecode.engine import Engine
+
+TINY = ("--batch", "1,2", "--layers", "1", "--rounds", "1", "--context", "140")
+
+FEATURE = """
+from lldecode.feature import Feature, Patch, decline
+
+def wrap(original):
+    def router_gemm(x, weight, out_dtype):
+        {body}
+    return router_gemm
+
+FEATURE = Feature({name!r}, "test", (Patch("lldecode.layer:router_gemm", wrap, why="test", remove_when="never"),), {more})
+"""
+RIGHT = "return (x.double() @ weight.double().T).to(out_dtype)"
+WRONG = "return original(x, weight, out_dtype) * 1.05"
+
+
+@pytest.fixture
+def add(install, only_fakes, monkeypatch):
+    """Installs features that patch the router; the layers run on the CPU."""
+    monkeypatch.setattr(bench, "default_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(bench, "gpu_name", lambda: "cpu")
+
+    def add(name, body=RIGHT, more=""):
+        install(name, FEATURE.format(name=name, body=body, more=more))
+
+    return add
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def router_is_restored():
+    original = layer.router_gemm
+    yield
+    restored = layer.router_gemm is original
+    layer.router_gemm = original
+    assert restored
+
+
+def run(*argv):
+    parser = argparse.ArgumentParser()
+    ablate.add_arguments(parser)
+    return ablate.run(parser.parse_args(argv))
+
+
+def run_json(capsys, *argv):
+    code = run(*argv, "--json")
+    out, err = capsys.readouterr()
+    assert err == ""
+    return code, json.loads(out)
+
+
+def test_combinations_are_none_alone_left_out_and_all():
+    assert ablate.combinations(["a", "b", "c"]) == {
+        "none": frozenset(),
+        "a": {"a"},
+        "b": {"b"},
+        "c": {"c"},
+        "all but a": {"b", "c"},
+        "all but b": {"a", "c"},
+        "all but c": {"a", "b"},
+        "all": {"a", "b", "c"},
+    }
+    assert ablate.combinations(["a", "b"]) == {"none": frozenset(), "a": {"a"}, "b": {"b"}, "all": {"a", "b"}}
+    assert ablate.combinations(["a"]) == {"none": frozenset(), "a": {"a"}}
+    assert ablate.combinations([]) == {"none": frozenset()}
+
+
+@pytest.mark.parametrize("model", layer.MODELS)
+def test_every_combination_is_measured_and_checked(add, capsys, model):
+    add("right")
+    add("other", "return original(x, weight, out_dtype)")
+    code, report = run_json(capsys, "--model", model, *TINY)
+    assert code == 0 and report["ok"] and report["engine"] == "layer" and report["model"] == f"{model}-scaled"
+    assert report["note"] == ablate.CPU_NOTE and report["gpu"] == "cpu" and report["unit"] == "µs a layer"
+    assert report["versions"]["torch"] and report["parameters"] == {"layers": 1, "context": 140, "rounds": 1}
+    assert [(r["batch"], r["combo"]) for r in report["results"]] == [(b, c) for b in (1, 2) for c in ("none", "other", "right", "all")]
+    for r in report["results"]:
+        assert r["ok"] and r["us_p50"] > 0 and r["us_p20"] <= r["us_p50"] <= r["us_p80"] and r["max_err"] <= r["bound"]
+        base = next(n for n in report["results"] if n["batch"] == r["batch"] and n["combo"] == "none")
+        assert r["speedup"] == pytest.approx(base["us_p50"] / r["us_p50"], rel=1e-3)
+    assert [(f["name"], f["state"], f["reason"]) for f in report["features"]] == [("other", "measured", ""), ("right", "measured", "")]
+
+
+def test_only_the_chosen_features_are_measured(add, capsys):
+    add("right")
+    add("other")
+    _, report = run_json(capsys, *TINY, "--features", "other")
+    assert {r["combo"] for r in report["results"]} == {"none", "other"}
+    assert {r["features"] for r in report["results"]} == {"", "other"}
+
+
+@pytest.mark.parametrize(
+    ("body", "note"),
+    [
+        (WRONG, "router_logits"),
+        ("return original(x, weight, out_dtype).bfloat16()", "router_logits is not finite, out of range or of another form"),
+        ("return original(x, weight, out_dtype) * float('nan')", "router_logits is not finite, out of range or of another form"),
+        ("raise RuntimeError('kernel [3, 4] broke')", "RuntimeError: kernel [3, 4] broke"),
+    ],
+)
+def test_wrong_feature_is_a_mismatch_without_a_number(add, capsys, body, note):
+    add("right")
+    add("wrong", body)
+    assert run(*TINY) == 1
+    assert "differs from stock" in capsys.readouterr().out
+    code, report = run_json(capsys, *TINY)
+    assert code == 1 and not report["ok"]
+    for r in report["results"]:
+        assert r["ok"] == ("wrong" not in r["features"] and r["combo"] != "all")
+        assert (r["us_p50"] is None) == (r["speedup"] is None) == (not r["ok"])
+        if not r["ok"]:
+            assert r["note"] == note
+
+
+def test_cache_that_is_not_written_is_a_mismatch(install, add, capsys):
+    body = FEATURE.replace("router_gemm", "fused_norm_rope").replace("(x, weight, out_dtype):", "(*args, slot_mapping, **kw):")
+    install("skips", body.format(name="skips", body="return original(*args, slot_mapping=slot_mapping * 0 + 1, **kw)", more=""))
+    code, report = run_json(capsys, *TINY)
+    assert code == 1
+    assert all("not finite" in r["note"] for r in report["results"] if r["combo"] == "skips")
+
+
+def test_wrong_selection_is_a_mismatch(install, add, capsys):
+    body = FEATURE.replace("router_gemm", "sparse_attn_indexer").replace("(x, weight, out_dtype)", "(*args)")
+    install("selects", body.format(name="selects", body="original(*args); args[-1][:, :20] = args[-1].max() - 1", more=""))
+    code, report = run_json(capsys, *TINY)
+    assert code == 1
+    assert {r["note"] for r in report["results"] if r["combo"] == "selects"} == {
+        "topk_indices is not finite, out of range or of another form"
+    }
+
+
+def test_refusals_and_declined_calls_are_listed_with_their_reason(add, install, capsys, monkeypatch):
+    add("refused")
+    monkeypatch.setattr(registry, "refusal", lambda feature, ctx, host: f"on {host}: not here" if feature.name == "refused" else None)
+    add("flagged")
+    add("unset", more="default='off'")
+    monkeypatch.setattr(feature, "_declined", type(feature._declined)())
+    add("declining", "decline('declining', 'M > 1'); return original(x, weight, out_dtype)")
+    install("elsewhere", "from lldecode.feature import Feature\nFEATURE = Feature('elsewhere', 'test', ())\n")
+    monkeypatch.setenv("LLDECODE_FLAGGED", "off")
+    code, report = run_json(capsys, *TINY)
+    assert code == 0
+    assert {f["name"]: (f["state"], f["reason"]) for f in report["features"]} == {
+        "refused": ("skipped", "on lldecode: not here"),
+        "flagged": ("skipped", "set by LLDECODE_FLAGGED"),
+        "unset": ("measured", ""),
+        "declining": ("measured", ""),
+        "elsewhere": ("skipped", "patches nothing in the embedded layers; use --engine vllm"),
+    }
+    assert {f["name"]: f["declined"] for f in report["features"]}["declining"]["M > 1"] > 1
+    assert {r["combo"] for r in report["results"]} == {"none", "declining", "unset", "all"}
+    run(*TINY)
+    out = capsys.readouterr().out
+    assert "skipped: set by LLDECODE_FLAGGED" in out and "calls: M > 1" in out and "these times say nothing about a GPU" in out
+
+
+def test_csv_and_plot_hold_every_measured_combination(add, capsys, tmp_path):
+    add("right")
+    add("wrong", WRONG)
+    csv_path, png_path = tmp_path / "out" / "a.csv", tmp_path / "out" / "a.png"
+    assert run(*TINY, "--csv", str(csv_path), "--plot", str(png_path)) == 1
+    with csv_path.open() as f:
+        rows = list(csv.DictReader(f))
+    assert tuple(rows[0]) == ablate.CSV_COLUMNS
+    assert [(r["batch"], r["combo"], r["ok"]) for r in rows[:4]] == [
+        ("1", "none", "True"),
+        ("1", "right", "True"),
+        ("1", "wrong", "False"),
+        ("1", "all", "False"),
+    ]
+    assert rows[1]["gpu"] == "cpu" and rows[1]["torch"] and rows[2]["us_p50"] == ""
+    assert png_path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_interrupt_restores_the_originals(add, capsys):
+    add("right")
+    add("zz-interrupts", "raise KeyboardInterrupt")
+    assert run(*TINY) == 130
+    assert capsys.readouterr().err == "lldecode ablate: interrupted; everything was put back\n"
+
+
+def test_originals_that_do_not_come_back_are_an_error(add, monkeypatch):
+    class Sticky(Engine):
+        def reconcile(self, enabled, required=()):
+            if enabled:
+                super().reconcile(enabled, required)
+
+    add("right")
+    monkeypatch.setattr(ablate, "Engine", Sticky)
+    original = layer.router_gemm
+    try:
+        with pytest.raises(RuntimeError, match=r"not restored: lldecode\.layer:router_gemm"):
+            run(*TINY)
+    finally:
+        layer.router_gemm = original
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--engine", "trt"), "--engine: expected layer or vllm, got 'trt'"),
+        (("--model", "llama"), "--model: expected glm52 or dsv32 with --engine layer, got 'llama'"),
+        (("--batch", "1,x"), "--batch: expected a whole number from 1, got 'x'"),
+        (("--batch", ""), "--batch: expected a whole number from 1, got ''"),
+        (("--rounds", "0"), "--rounds: expected a whole number from 1, got '0'"),
+        (("--layers", "-1"), "--layers: expected a whole number from 1, got '-1'"),
+        (("--context", "16"), "--context: expected more than the largest batch (16), got 16"),
+        (("--features", "typo"), "--features: unknown feature 'typo'; installed: right"),
+        (("--features", "not-there"), "--features: not-there is not installed: pip install 'lldecode[not-there]'"),
+        (("--plot", "x.bmp"), "--plot: expected a name that ends in .png, .svg, .pdf, got 'x.bmp'"),
+        (("--csv", "/"), "--csv: expected a file, got the directory '/'"),
+        (("--csv", "/dev/null/x.csv"), "[Errno 17] File exists: '/dev/null'"),
+        (("--input-len", "4"), "--input-len: not with --engine layer"),
+        (("--engine", "vllm", "--layers", "4"), "--layers: not with --engine vllm"),
+        (("--engine", "vllm"), "--model: expected a path or model id with --engine vllm"),
+        (("--engine", "vllm", "--model", "m", "--engine-args", "[1]"), "--engine-args: expected a JSON object, got '[1]'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(add, capsys, monkeypatch, argv, message):
+    add("right")
+    monkeypatch.setattr(bench, "version_of", lambda dist: "0.26.0")
+    assert run(*argv) == 2
+    assert capsys.readouterr() == ("", f"lldecode ablate: {message}\n")
+
+
+def test_bad_flag_is_exit_2(add, capsys, monkeypatch):
+    add("right")
+    monkeypatch.setenv("LLDECODE_RIGHT", "maybe")
+    assert run(*TINY) == 2
+    assert "LLDECODE_RIGHT: expected off, auto, on" in capsys.readouterr().err
+
+
+def test_other_rounding_passes_and_a_small_scale_error_does_not(add, monkeypatch):
+    layers, state = layer.build(layer.DSV32.scaled(), 4, 512, "cpu", layers=1)
+    inputs, stock = ablate.observe(layers, state)
+    floors = ablate.errors(layers[0], stock[0], ablate.observe_on(layers, state, ablate.moved(inputs))[0])
+    linear = layer.linear
+
+    def halves(x, weight):
+        k = x.shape[1] // 2
+        return (linear(x[:, :k], weight[:, :k]).float() + linear(x[:, k:], weight[:, k:]).float()).to(x.dtype)
+
+    def verdict(fake):
+        monkeypatch.setattr(layer, "linear", fake)
+        record = ablate.observe_on(layers, state, inputs)[0]
+        monkeypatch.setattr(layer, "linear", linear)
+        return ablate.judge(ablate.errors(layers[0], stock[0], record), floors)
+
+    assert verdict(linear) == ablate.Verdict(True, "equal", 0.0, verdict(linear).bound)
+    rounded = verdict(halves)
+    assert rounded.ok and rounded.max_err > 0
+    assert not verdict(lambda x, weight: linear(x, weight) * 1.02).ok
+
+
+def test_tokens_with_other_experts_leave_the_output_out_of_the_comparison():
+    layers, state = layer.build(layer.GLM52.scaled(), 4, 140, "cpu")
+    _, (stock,) = ablate.observe(layers, state)
+    got = {name: t.clone() for name, t in stock.items()}
+    logits = got["router_logits"]
+    kept, out = stock["topk_ids"][1, 0], next(e for e in range(32) if e not in stock["topk_ids"][1].tolist())
+    logits[1, kept], logits[1, out] = -20.0, 20.0
+    got["topk_ids"] = torch.where(got["topk_ids"] == kept, out, got["topk_ids"]).where(torch.arange(4)[:, None] == 1, stock["topk_ids"])
+    got["hidden"][1] = 99.0
+    errs = ablate.errors(layers[0], stock, got)
+    assert errs["hidden"] == 0.0 and errs["topk_ids"] == 0.0 and errs["router_logits"] > 0.1
+    got["topk_ids"][2] = (got["topk_ids"][2] + 1) % 32
+    assert ablate.errors(layers[0], stock, got)["topk_ids"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("have", "difference"),
+    [
+        ([[2, 1, 0], [5, 3, -1]], 0.0),
+        ([[0, 1, 4], [3, 5, -1]], 0.2),
+        ([[0, 1, -1], [3, 5, -1]], 0.1),
+        ([[0, 1, 1], [3, 5, -1]], float("inf")),
+        ([[0, 1, 2], [3, 5, -2]], float("inf")),
+        ([[0, 1, 2], [3, 5000, -1]], float("inf")),
+    ],
+)
+def test_selections_are_compared_as_sets(have, difference):
+    want = torch.tensor([[0, 1, 2], [3, 5, -1]], dtype=torch.int32)
+    assert ablate._set_difference(want, torch.tensor(have, dtype=torch.int32)) == pytest.approx(difference)
+
+
+def test_layers_are_compared_each_on_its_own_stock_input(add):
+    layers, state = layer.build(layer.GLM52.scaled(), 2, 140, "cpu", layers=2)
+    inputs, stock = ablate.observe(layers, state)
+    records = ablate.observe_on(layers, state, inputs)
+    assert torch.equal(inputs[1].hidden, stock[0]["hidden"]) and torch.equal(inputs[1].topk_before, stock[0]["topk_indices"])
+    for each, a, b in zip(layers, stock, records, strict=True):
+        assert set(ablate.errors(each, a, b).values()) == {0.0}
+
+
+WORKER = """
+import json, os, pathlib, sys
+spec, out = json.loads(sys.argv[1]), sys.argv[2]
+on = sorted(k[9:].lower() for k, v in os.environ.items() if k.startswith("LLDECODE_") and v == "on")
+assert all(v in ("on", "off") for k, v in os.environ.items() if k.startswith("LLDECODE_"))
+assert not {"LLDECODE_OFF", "LLDECODE_FEATURES"} & os.environ.keys()
+print("loading", spec["llm"]["model"])
+if "crash" in on:
+    raise SystemExit("CUDA error: misaligned address")
+
+def prompt(i, size):
+    tokens, logprobs = [7, 8, 9, 10], [-1.0, -1.0, -1.0 + 0.01 * (size == 2), -1.0]
+    if "near" in on and i == 1:
+        tokens[2] = 11
+    if "far" in on:
+        tokens[3] = 12
+    return dict(tokens=tokens, logprobs=logprobs, margins=[1.0, 1.0, 0.015, 1.0])
+
+batches = {str(b): dict(us=[100.0 * b / (1 + len(on)), 110.0 * b], prompts=[prompt(i, b) for i in range(b)]) for b in spec["batches"]}
+applied = [] if "stuck" in on else on
+state = dict(applied=None if "absent" in on else applied, declined={"near": {"M > 32": 3}} if "near" in on else {})
+kernels = [dict(kernel="gemm", launches=2.0, us=3.5)] if spec["profile"] else []
+pathlib.Path(out).write_text(json.dumps(dict(batches=batches, state=state, kernels=kernels, gpu="fake")) + "\\n")
+"""
+DOCTOR = """
+import json
+found = [dict(name=n, version="1", state="on", reason="") for n in ("crash", "near", "far", "stuck", "absent")]
+found.append(dict(name="refused", version="2", state="refused", reason="capability: got 8.0"))
+print(json.dumps(dict(features=found)))
+"""
+VLLM = ("--engine", "vllm", "--model", "some/model", "--batch", "1,2")
+
+
+@pytest.fixture
+def engine(add, monkeypatch, tmp_path):
+    for name in ("crash", "near", "far", "stuck", "absent", "refused"):
+        add(name)
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "doctor.py").write_text(DOCTOR)
+    monkeypatch.setattr(ablate_vllm, "WORKER", (sys.executable, str(tmp_path / "worker.py")))
+    monkeypatch.setattr(ablate_vllm, "DOCTOR", (sys.executable, str(tmp_path / "doctor.py")))
+    monkeypatch.setattr(bench, "version_of", lambda dist: "0.26.0")
+    return tmp_path
+
+
+def test_vllm_compares_tokens_and_excuses_only_noise(engine, capsys, monkeypatch):
+    monkeypatch.setenv("LLDECODE_FEATURES", "near=on")
+    code, report = run_json(capsys, *VLLM, "--features", "near,refused", "--profile", "3")
+    assert code == 0 and report["unit"] == "µs a token" and report["gpu"] == "fake" and report["model"] == "some/model"
+    one, two = (next(r for r in report["results"] if (r["combo"], r["batch"]) == ("near", b)) for b in (1, 2))
+    assert one["note"] == "tokens equal" and one["us_p50"] == pytest.approx(80.0) and one["speedup"] == pytest.approx(105 / 80, rel=1e-4)
+    assert two["ok"] and two["note"] == "prompt 1 differs at token 2, stock's margin 0.015 is noise" and two["bound"] == 0.02
+    assert [(f["name"], f["state"], f["reason"], f["declined"]) for f in report["features"]] == [
+        ("near", "measured", "", {"M > 32": 3}),
+        ("refused", "skipped", "capability: got 8.0", {}),
+    ]
+    assert report["kernels"] == {c: [{"kernel": "gemm", "launches": 2.0, "us": 3.5}] for c in ("none", "near")}
+    assert run(*VLLM, "--features", "near", "--profile") == 0
+    assert "gemm" in capsys.readouterr().out
+
+
+def test_vllm_reports_each_failure_and_runs_the_rest(engine, capsys):
+    code, report = run_json(capsys, *VLLM, "--features", "crash,far,stuck,absent", "--csv", str(engine / "v.csv"))
+    assert code == 1
+    notes = {r["combo"]: r for r in report["results"] if r["batch"] == 1}
+    assert notes["none"]["ok"] and notes["none"]["us_p50"]
+    assert notes["crash"]["note"] == "worker failed: exit status 1\nloading some/model\nCUDA error: misaligned address"
+    assert notes["far"]["note"] == "prompt 0 differs at token 3, stock's margin 1" and notes["far"]["us_p50"] is None
+    assert notes["stuck"]["note"] == "applied: expected ['stuck'], got []"
+    assert notes["absent"]["note"] == "lldecode's plugin did not run in the engine's process"
+    assert [r["ok"] for r in notes.values()] == [c == "none" for c in notes]
+    with (engine / "v.csv").open() as f:
+        assert len(list(csv.DictReader(f))) == len(report["results"])
+
+
+def test_vllm_without_a_stock_result_compares_nothing(engine, capsys):
+    (engine / "worker.py").write_text(WORKER.replace('if "crash" in on:', "if not on:"))
+    code, report = run_json(capsys, *VLLM, "--features", "near")
+    assert code == 1
+    assert {r["combo"]: (r["ok"], r["note"].splitlines()[0]) for r in report["results"]} == {
+        "none": (False, "worker failed: exit status 1"),
+        "near": (True, "not compared: stock failed"),
+    }
+
+
+def test_vllm_worker_and_its_children_end_with_an_interrupt(engine, capsys):
+    pids = engine / "pids"
+    sleeper = "import subprocess, sys, os, time; c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    sleeper += f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{c.pid}}\\n'); time.sleep(60)\n"
+    (engine / "worker.py").write_text(sleeper)
+
+    def interrupt():
+        while not (pids.exists() and pids.read_text().endswith("\n")):
+            time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert run(*VLLM, "--features", "near") == 130
+    deadline = time.monotonic() + 10
+    while any(_alive(int(pid)) for pid in pids.read_text().split()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch):
+    """A ``vllm`` whose LLM takes 0.5 s a call and 1 ms a token on a clock of its own."""
+    clock = [0.0]
+    made = types.SimpleNamespace(kwargs=None, prompts=None)
+
+    class LLM:
+        def __init__(self, **kwargs):
+            made.kwargs = kwargs
+            self.llm_engine = types.SimpleNamespace(model_config=types.SimpleNamespace(get_vocab_size=lambda: 100))
+
+        def generate(self, prompts, params, use_tqdm):
+            made.prompts = prompts
+            clock[0] += 0.5 + 1e-3 * params.max_tokens
+            assert params.temperature == 0 and params.min_tokens == params.max_tokens and params.ignore_eos
+            tokens = list(range(params.max_tokens))
+            found = [{t: types.SimpleNamespace(logprob=-0.5), 99: types.SimpleNamespace(logprob=-2.0)} for t in tokens]
+            output = types.SimpleNamespace(token_ids=tokens, logprobs=found if params.logprobs else None)
+            return [types.SimpleNamespace(outputs=[output]) for _ in prompts]
+
+        def collective_rpc(self, method):
+            return [getattr(ablate_vllm.WorkerExtension(), method)()]
+
+    fake = types.ModuleType("vllm")
+    fake.LLM, fake.SamplingParams = LLM, lambda **kw: types.SimpleNamespace(**{"logprobs": None, **kw})
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setattr(ablate_vllm.time, "perf_counter", lambda: clock[0])
+    return made
+
+
+def test_worker_times_a_token_by_the_difference_of_two_lengths(fake_vllm, tmp_path):
+    spec = dict(batches=[1, 3], input_len=5, output_len=4, rounds=2, profile=0, llm={"model": "m", "max_num_seqs": 3})
+    ablate_vllm.main([json.dumps(spec), str(tmp_path / "out")])
+    report = json.loads((tmp_path / "out").read_text())
+    assert fake_vllm.kwargs == {"model": "m", "max_num_seqs": 3, "worker_extension_cls": "lldecode.ablate_vllm.WorkerExtension"}
+    assert [len(p["prompt_token_ids"]) for p in fake_vllm.prompts] == [5, 5, 5]
+    assert len({tuple(p["prompt_token_ids"]) for p in fake_vllm.prompts}) == 3
+    assert {size: len(b["prompts"]) for size, b in report["batches"].items()} == {"1": 1, "3": 3}
+    assert report["batches"]["3"]["us"] == pytest.approx([1000.0, 1000.0])
+    prompt = report["batches"]["1"]["prompts"][0]
+    assert prompt["tokens"] == list(range(20)) and set(prompt["logprobs"]) == {-0.5} and set(prompt["margins"]) == {1.5}
+    assert report["state"] == {"applied": None, "declined": feature.declined()} and report["kernels"] == []
+
+
+def test_kernels_are_counted_per_decoded_token():
+    before, after = {"a": (10, 100.0)}, {"a": (30, 500.0), "b": (40, 80.0), "c": (1, 1.0)}
+    assert ablate_vllm.top_kernels(before, after, 10, 2) == [
+        {"kernel": "a", "launches": 2.0, "us": 40.0},
+        {"kernel": "b", "launches": 4.0, "us": 8.0},
+        {"kernel": "all kernels", "launches": pytest.approx(6.1), "us": pytest.approx(48.1)},
+    ]
+
+
+def test_noise_is_stocks_own_between_batch_sizes():
+    def size(*prompts):
+        return {"prompts": [{"tokens": t, "logprobs": lp, "margins": [1.0] * len(t)} for t, lp in prompts]}
+
+    stock = {
+        "batches": {
+            "1": size(([1, 2, 3], [-1.0, -1.0, -9.0])),
+            "2": size(([1, 2, 4], [-1.0, -1.25, -1.0]), ([5], [-1.0])),
+            "4": size(([1, 2, 3], [-1.0, -1.0, -9.0]), ([5], [-1.1])),
+        }
+    }
+    assert ablate_vllm.own_noise(stock) == pytest.approx(0.25)
+    assert ablate_vllm.own_noise({"batches": {"1": stock["batches"]["1"]}}) == 0.0
+
+
+def test_default_run_fits_its_time_budget(add, capsys):
+    for i in range(3):
+        add(f"right-{i}")
+    begun = time.process_time()
+    assert run() == 0
+    assert time.process_time() - begun < 60
+
+
+@pytest.mark.gpu
+def test_gpu_run_on_the_real_shapes(install, only_fakes, capsys):
+    install("right", FEATURE.format(name="right", body="return (x.float() @ weight.float().T).to(out_dtype)", more=""))
+    install("wrong", FEATURE.format(name="wrong", body=WRONG, more=""))
+    for model in layer.MODELS:
+        code, report = run_json(capsys, "--model", model, "--batch", "1,16", "--rounds", "5", "--layers", "2")
+        assert code == 1 and report["note"] == "" and report["model"] == model
+        assert {r["combo"] for r in report["results"] if r["ok"]} == {"none", "right"}
+        assert all(10 < r["us_p50"] < 5000 for r in report["results"] if r["ok"])
