@@ -1,0 +1,53 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import figures
+from lldecode import bench
+
+
+def row(provider, case, us, gpu="NVIDIA H200", sha="0" * 12):
+    made = {f.name: "" for f in dataclasses.fields(bench.Row)}
+    made |= {
+        "feature": "x",
+        "provider": provider,
+        "case": case,
+        "gpu": gpu,
+        "src_sha": sha,
+        "torch": "2.11.0",
+        "utc": "2026-01-02T03:04:05Z",
+    }
+    made |= {"us_p20": us, "us_p50": us, "us_p80": us, "gbps": 1.0, "pct_roof": None, "max_err": 0.0}
+    return bench.Row(**made)
+
+
+@pytest.fixture
+def root(tmp_path):
+    rows = [row("lldecode", "M=1", 2.0), row("lldecode", "M=2", 4.0), row("cublas", "M=1", 8.0), row("cublas", "M=2", 4.0)]
+    bench.write_csv(tmp_path / "packages/x/bench/results/h200.csv", rows)
+    return tmp_path
+
+
+def test_figures_come_from_the_csv(root):
+    text = figures.render("before\n<!-- figures: x -->\nold\n<!-- end figures -->\nafter\n", root)
+    assert "| NVIDIA H200 | cublas | 2 | 2.00x | 1.00x (M=2) | 4.00x (M=1) |" in text
+    assert "old" not in text
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert figures.render(text, root) == text
+
+
+def test_a_case_that_only_one_ran_is_not_compared(root):
+    rows = [row("lldecode", "M=1", 1.0), row("cublas", "M=1", 3.0), row("cublas", "M=64", 1.0)]
+    assert "| cublas | 1 | 3.00x |" in figures.summary(rows)
+
+
+def test_not_measured(tmp_path):
+    assert "Not measured yet." in figures.render("<!-- figures: x -->\n<!-- end figures -->", tmp_path)
+
+
+def test_the_readmes_are_current():
+    for file in [figures.ROOT / "README.md", *figures.ROOT.glob("packages/*/README.md")]:
+        text = Path(file).read_text()
+        assert figures.render(text) == text, f"{file}: run tools/figures.py"

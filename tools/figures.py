@@ -1,0 +1,70 @@
+"""Write the measured figures of README.md and packages/*/README.md from the results CSVs, or check that they are current.
+
+    uv run python tools/figures.py [--check]
+
+A block between `<!-- figures: FEATURE -->` and `<!-- end figures -->` is replaced whole, so no figure is typed by hand.
+"""
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from lldecode.bench import Row, natural, read_csv
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"(<!-- figures: ([a-z0-9-]+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
+
+
+def results(feature: str, root: Path = ROOT) -> list[Row]:
+    """Every measured row of a feature, all GPUs."""
+    files = sorted((root / "packages" / feature / "bench" / "results").glob("*.csv"))
+    return [row for file in files for row in read_csv(file)]
+
+
+def summary(rows: Iterable[Row]) -> str:
+    """Markdown: for each GPU and peer, how many times faster lldecode is than it over the cases that both ran."""
+    by: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        by.setdefault((row.gpu, row.provider), {})[row.case] = row
+    lines = ["| GPU | peer | cases | geometric mean | least | most |", "|---|---|---|---|---|---|"]
+    for (gpu, provider), theirs in sorted(by.items()):
+        ours = by.get((gpu, "lldecode"), {})
+        ratios = {case: theirs[case].us_p50 / ours[case].us_p50 for case in theirs.keys() & ours.keys()}
+        if provider == "lldecode" or not ratios:
+            continue
+        mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+        (low, low_case), (high, high_case) = (f((v, k) for k, v in ratios.items()) for f in (min, max))
+        lines.append(f"| {gpu} | {provider} | {len(ratios)} | {mean:.2f}x | {low:.2f}x ({low_case}) | {high:.2f}x ({high_case}) |")
+    if len(lines) == 2:
+        return "Not measured yet.\n"
+    any_row = max((r for rows in by.values() for r in rows.values()), key=lambda r: natural(r.utc))
+    lines.append("")
+    lines.append(f"Speedup at p50; source {any_row.src_sha}, torch {any_row.torch}, measured {any_row.utc[:10]}.")
+    return "\n".join(lines) + "\n"
+
+
+def render(text: str, root: Path = ROOT) -> str:
+    """`text` with every block rewritten from the CSVs."""
+    return BLOCK.sub(lambda m: m[1] + summary(results(m[2], root)) + m[3], text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a file is out of date")
+    args = parser.parse_args()
+    stale = []
+    for file in [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]:
+        text = file.read_text()
+        if (made := render(text)) != text:
+            stale.append(str(file.relative_to(ROOT)))
+            if not args.check:
+                file.write_text(made)
+    print(f"out of date: {', '.join(stale)}" if stale and args.check else f"rewritten: {', '.join(stale) or 'nothing'}")
+    return int(args.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
