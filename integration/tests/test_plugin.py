@@ -11,6 +11,7 @@ import types
 import pytest
 
 from lldecode import cache_key, plugin, registry, source
+from lldecode.feature import Context
 from lldecode.flags import FlagError
 from lldecode.plugin import StartError
 
@@ -150,6 +151,9 @@ def test_refused_auto_leaves_stock_with_a_reason_and_on_fails(two, monkeypatch, 
     assert status.state == "refused"
     assert __import__("re").search(expected, status.reason)
     assert "one 0.1.0: refused (auto, default): " in caplog.text
+    if kind in ("version", "drift", "key drift"):  # doctor, in a process of its own, says the same
+        doctor = {s.name: s for s in registry.survey(Context(((9, 0),), registry.versions()), os.environ)}["one"]
+        assert (doctor.state, doctor.reason) == ("refused", status.reason)
     wanted = "stock" if kind in ("version", "capability", "key drift") else f"stock-{plugin.active().fingerprint}"
     assert key() == wanted
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lldecode import ablate, flags, registry
@@ -69,16 +70,21 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, indent=2))
         return int(fails)
-    console = Console()
+    console = Console(highlight=False, soft_wrap=True)
     gpus = ", ".join(f"{major}.{minor}" for major, minor in report["capabilities"]) or "none"
-    found = " ".join(f"{k} {v}" for k, v in report["versions"].items())
-    console.print(f"lldecode {report['lldecode']}; GPU capability: {gpus}; {found}; fingerprint {report['fingerprint']}", highlight=False)
-    table = Table("feature", "version", "flag", "set by", "state", "reason", "targets")
+    found = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
+    console.print(f"lldecode {report['lldecode']} with {found}\nGPU capability: {gpus}\nfingerprint: {report['fingerprint']}")
     for f in report["features"]:
-        targets = "\n".join(f"{p['target']} ({p['drift'] or 'as expected'})" for p in f["patches"])
-        state = f"[{_COLOUR[f['state']]}]{f['state']}[/]"
-        table.add_row(f["name"], f["version"], f["flag"], f["source"], state, f["reason"], targets)
-    console.print(table)
+        console.print(
+            f"\n[bold]{f['name']}[/] {f['version']}: [{_COLOUR[f['state']]}]{f['state']}[/]"
+            + (f": {escape(f['reason'])}" if f["reason"] else "")
+        )
+        if f["summary"]:
+            console.print(f"  {f['summary']}")
+        if f["state"] != "not installed":
+            console.print(f"  {flags.env_name(f['name'])}: {f['flag']} ({f['source']})")
+        for p in f["patches"]:
+            console.print(f"  {p['target']}: {p['drift'] or 'as expected'}; {p['why']}")
     if fails:
-        console.print("vLLM would fail to start: a feature that is on is refused.", style="red")
+        console.print("\nvLLM would fail to start: a feature that is on is refused.", style="red")
     return int(fails)
