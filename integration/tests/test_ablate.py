@@ -199,7 +199,7 @@ def test_interrupt_restores_the_originals(add, capsys):
     add("right")
     add("zz-interrupts", "raise KeyboardInterrupt")
     assert run(*TINY) == 130
-    assert capsys.readouterr().err == "lldecode ablate: interrupted; everything was put back\n"
+    assert capsys.readouterr().err.endswith("lldecode ablate: interrupted; everything was put back\n")
 
 
 def test_originals_that_do_not_come_back_are_an_error(add, monkeypatch):
@@ -400,7 +400,8 @@ def test_vllm_without_a_stock_result_compares_nothing(engine, capsys):
     }
 
 
-def test_vllm_worker_and_its_children_end_with_an_interrupt(engine, capsys):
+@pytest.mark.parametrize("received", [signal.SIGINT, signal.SIGTERM])
+def test_vllm_worker_and_its_children_end_with_an_interrupt(engine, capsys, received):
     pids = engine / "pids"
     sleeper = "import subprocess, sys, os, time; c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
     sleeper += f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{c.pid}}\\n'); time.sleep(60)\n"
@@ -409,7 +410,7 @@ def test_vllm_worker_and_its_children_end_with_an_interrupt(engine, capsys):
     def interrupt():
         while not (pids.exists() and pids.read_text().endswith("\n")):
             time.sleep(0.05)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident, received)
 
     threading.Thread(target=interrupt, daemon=True).start()
     assert run(*VLLM, "--features", "near") == 130
@@ -417,6 +418,16 @@ def test_vllm_worker_and_its_children_end_with_an_interrupt(engine, capsys):
     while any(_alive(int(pid)) for pid in pids.read_text().split()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_each_step_is_a_line_where_stderr_is_no_terminal(add, capsys):
+    add("right")
+    run(*TINY)
+    lines = capsys.readouterr().err.splitlines()
+    assert "lldecode ablate: batch 1: checking right" in lines
+    assert lines.count("lldecode ablate: batch 1: timing") == 1
+    run(*TINY, "--json")
+    assert capsys.readouterr().err == ""
 
 
 def _alive(pid):

@@ -328,6 +328,13 @@ def test_contract_rejects_malformed_data(feature):
         feature("x", twice, twice)
 
 
+def test_unproven_capabilities():
+    proven = ((9, 0), (10, 3))
+    assert Context(((9, 0), (10, 3))).unproven(proven) is None
+    assert Context().unproven(proven) == "no CUDA device"
+    assert Context(((12, 0), (9, 0))).unproven(proven) == "capability: expected one of 9.0, 10.3, got 12.0"
+
+
 def test_decline_counts_and_logs_each_reason_once(caplog, monkeypatch):
     monkeypatch.setattr(contract, "_declined", type(contract._declined)())
     with caplog.at_level("INFO", "lldecode"):

@@ -11,6 +11,7 @@ import types
 import pytest
 
 from lldecode import cache_key, plugin, registry, source
+from lldecode import feature as contract
 from lldecode.feature import Context
 from lldecode.flags import FlagError
 from lldecode.plugin import StartError
@@ -173,6 +174,18 @@ def test_a_feature_dropped_at_a_later_import_leaves_the_key_and_the_statuses(two
     status = {s.name: s for s in plugin.active().statuses}["two"]
     assert (status.state, "it is now gone" in status.reason) == ("refused", True)
     assert key() != before
+
+
+@pytest.mark.parametrize(
+    ("default", "flag", "pdl"), [("auto", "", True), ("off", "", None), ("auto", "off", False), ("off", "on", True), ("auto", "0%", False)]
+)
+def test_pdl_flag_reaches_the_adapters(vllm, install, default, flag, pdl):
+    contract.set_pdl(None)
+    install("pdl", f"from lldecode.feature import Feature\nFEATURE = Feature('pdl', '', (), default={default!r})")
+    os.environ["LLDECODE_PDL"] = flag
+    plugin.register()
+    assert contract.pdl() is pdl
+    contract.set_pdl(None)
 
 
 def test_no_gpu_platform(two):

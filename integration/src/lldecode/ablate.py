@@ -10,7 +10,9 @@ import json
 import math
 import os
 import pathlib
+import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -72,11 +74,14 @@ def run(args: argparse.Namespace) -> int:
     """
     from lldecode import ablate_vllm
 
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         return _run(args, {"layer": _layer_run, "vllm": ablate_vllm.prepare})
     except KeyboardInterrupt:
         print("lldecode ablate: interrupted; everything was put back", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(args: argparse.Namespace, engines: Mapping[str, Callable[[argparse.Namespace], Callable[[], "Report"]]]) -> int:
@@ -102,6 +107,10 @@ def _run(args: argparse.Namespace, engines: Mapping[str, Callable[[argparse.Name
     if args.plot:
         plot(args.plot, report)
     return 0 if report.ok else 1
+
+
+def _terminate(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def positive(name: str, text: str | None, default: int) -> int:
@@ -302,7 +311,7 @@ def show(report: Report) -> None:
     for combo, kernels in report.kernels.items():
         table = Table("µs a token", "launches a token", "kernel", title=f"GPU time by kernel, {combo}")
         for k in kernels:
-            table.add_row(f"{k['us']:.1f}", f"{k['launches']:.1f}", escape(k["kernel"]))
+            table.add_row(f"{k['us']:.1f}", f"{k['launches']:.1f}", escape(textwrap.shorten(k["kernel"], 100, placeholder=" ...")))
         console.print(table)
     if not report.ok:
         console.print("A combination failed or differs from stock by more than its bound.", style="red")
@@ -310,17 +319,19 @@ def show(report: Report) -> None:
 
 @contextlib.contextmanager
 def progress(total: int, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr; yields what to call before each step with what it is."""
+    """Yields what to call before each step with what it is: shown as a bar on stderr, or a line each where that is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    disabled = quiet or not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=disabled) as bar:
+    terminal = sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet or not terminal) as bar:
         task = bar.add_task("", total=total)
-        begun = False
+        last = ""
 
         def step(what: str) -> None:
-            nonlocal begun
-            bar.update(task, description=escape(what), advance=1 if begun else 0)
-            begun = True
+            nonlocal last
+            bar.update(task, description=escape(what), advance=1 if last else 0)
+            if what != last and not quiet and not terminal:
+                print(f"lldecode ablate: {what}", file=sys.stderr, flush=True)
+            last = what
 
         yield step
 

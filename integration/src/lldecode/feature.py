@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 logger = logging.getLogger("lldecode")
@@ -37,6 +37,15 @@ class Context:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     required: bool = False
 
+    def unproven(self, proven: Collection[tuple[int, int]]) -> str | None:
+        """Why these GPUs are not all of a capability in `proven`, or None."""
+        if not self.capabilities:
+            return "no CUDA device"
+        if not (other := sorted(set(self.capabilities) - set(proven))):
+            return None
+        expected, got = (", ".join(f"{major}.{minor}" for major, minor in c) for c in (proven, other))
+        return f"capability: expected one of {expected}, got {got}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
@@ -48,7 +57,7 @@ class Patch:
             a target that is :data:`ABSENT` is passed as ``None``.
         why: one line, shown by ``lldecode doctor``.
         remove_when: the upstream change that makes this patch unnecessary.
-        expects: accepted source hashes of the original (``lldecode doctor --hashes`` prints them), or :data:`ABSENT`.
+        expects: accepted source hashes of the original (``lldecode doctor --json`` has them), or :data:`ABSENT`.
             May be empty only for targets inside lldecode itself.
         order: wrappers that share a target are folded by ascending (order, feature name).
     """
@@ -142,14 +151,14 @@ _pdl: bool | None = None
 
 
 def pdl() -> bool | None:
-    """Whether kernels launch with programmatic dependent launch, or None where no ``pdl`` feature is installed.
+    """Whether kernels launch with programmatic dependent launch: the state of the ``pdl`` feature.
 
-    On None an adapter does what stock vLLM does at its seam.
+    None where it is not installed, or off by its default: then an adapter does what stock vLLM does at its seam.
     """
     return _pdl
 
 
 def set_pdl(value: bool | None) -> None:
-    """Called by the engine when the ``pdl`` feature is applied or reverted."""
+    """Called where the ``pdl`` feature is applied, reverted or set off."""
     global _pdl
     _pdl = value

@@ -6,7 +6,7 @@ import os
 
 from lldecode import cache_key, registry
 from lldecode.engine import Engine, RefusedError
-from lldecode.feature import Context
+from lldecode.feature import Context, set_pdl
 
 logger = logging.getLogger("lldecode")
 
@@ -53,6 +53,8 @@ def register() -> None:
         return
     _log_as_vllm()
     _active = _apply(registry.survey(_context(), os.environ))
+    if any(s.name == "pdl" and s.state == "off" and s.setting.source != "default" for s in _active.statuses):
+        set_pdl(False)  # said by the user; on is the engine's to say
     for s in _active.statuses:
         if s.state != "not installed":
             where = f"{s.setting.value}, {s.setting.source}"
