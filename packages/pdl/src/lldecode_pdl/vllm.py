@@ -1,0 +1,102 @@
+"""Seams in vLLM 0.26.0: the names under which importing modules hold ``fused_norm_rope``, ``fused_eh_norm`` and the index conversion."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lldecode.feature import Context, Feature, Patch, decline, pdl
+from lldecode_pdl import op
+
+NAME = "pdl"
+
+# fused_norm_rope's keywords in the op's order
+_KEYWORDS = ("slot_mapping", "indexer_k_cache", "mla_kv_cache", "mla_kv_cache_dtype", "mla_k_scale", "index_rope_interleave")
+
+
+def probe(ctx: Context) -> str | None:
+    """Why the kernels cannot run here, or None."""
+    if "triton" not in ctx.versions:
+        return "triton is not installed"
+    return ctx.unproven(op.ARCHS)
+
+
+def _norm_rope(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def fused_norm_rope(*args: Any, **kwargs: Any) -> Tensor:
+        reason, keywords = None, {name: kwargs.get(name) for name in _KEYWORDS}
+        kv, indexer = args[:9], args[9:]  # positions to k_rope_cos_sin_cache, index_k to topk_indices_buffer
+        if not kwargs.get("has_indexer", True):
+            indexer, keywords["indexer_k_cache"] = (None, None, None, 0.0, None, None), None
+        elif len(args) != 15 or args[9] is None:
+            reason = "index_k: expected a tensor and 15 arguments by position"
+        q_out = kwargs.get("q_c_out")
+        q_out = torch.empty_like(args[1], memory_format=torch.contiguous_format) if q_out is None else q_out
+        call = (q_out, *kv, *indexer, *keywords.values())
+        if reason := reason or op.supports_norm_rope(*call):
+            decline(NAME, reason)
+            return original(*args, **kwargs)
+        op.fused_norm_rope(*call, bool(pdl()))
+        return q_out
+
+    return fused_norm_rope
+
+
+def _eh_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def fused_eh_norm(*args: Any) -> Tensor:
+        if reason := op.supports_eh_norm(*args):
+            decline(NAME, reason)
+            return original(*args)
+        return op.fused_eh_norm(*args, bool(pdl()))
+
+    return fused_eh_norm
+
+
+def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def triton_convert_req_index_to_global_index(
+        req_id: Tensor, block_table: Tensor, token_indices: Tensor, BLOCK_SIZE: int = 64, NUM_TOPK_TOKENS: int = 2048, **rest: Any
+    ) -> Any:
+        names = ("prefill_workspace_request_ids", "prefill_workspace_starts")
+        workspace = [rest.get(name) if rest.get("HAS_PREFILL_WORKSPACE") else None for name in names]
+        counts = req_id.new_empty(len(req_id)) if rest.get("return_valid_counts") else None
+        args: tuple[Any, ...] = (req_id, block_table, token_indices, BLOCK_SIZE, *workspace, counts)
+        if reason := op.supports_convert(*args):
+            decline(NAME, reason)
+            return original(req_id, block_table, token_indices, BLOCK_SIZE, NUM_TOPK_TOKENS, **rest)
+        slots = op.convert_req_index(*args, bool(pdl()))
+        return slots if counts is None else (slots, counts)
+
+    return triton_convert_req_index_to_global_index
+
+
+_DSA = "vllm.models.deepseek_v32.nvidia"
+_BACKENDS = "vllm.v1.attention.backends.mla"
+_NEVER = "vLLM launches this kernel with PDL (0.33.0 does not)"
+
+
+def _patch(target: str, wrap: Callable[[Any], Any], remove_when: str, *expects: str) -> Patch:
+    # Innermost: these replace a kernel, and what other features wrap around the call must stay around it.
+    return Patch(target, wrap, "launches as a programmatic dependent", remove_when, frozenset(expects), order=-1)
+
+
+FEATURE = Feature(
+    name=NAME,
+    summary="Programmatic dependent launch of the decode chain: norm + RoPE + cache write, MTP input norm, top-k index conversion",
+    probe=probe,
+    default="off",  # until it has run and been measured on a GPU
+    superseded_by="in part: vLLM 0.28.0 (PDL of fused_norm_rope), 0.29.0 (q norm of padded rows)",
+    patches=(
+        _patch(f"{_DSA}.attention:fused_norm_rope", _norm_rope, "vLLM >= 0.29", "5193450b3d55b29c"),
+        _patch(f"{_DSA}.mtp:fused_eh_norm", _eh_norm, _NEVER, "1385aad87e4c3211"),
+        *(
+            _patch(f"{_BACKENDS}.{module}:triton_convert_req_index_to_global_index", _convert, _NEVER, "691cce89be0b63bc")
+            for module in ("flashinfer_mla_sparse", "flashinfer_mla_sparse_sm120", "flashmla_sparse", "flashattn_mla_sparse")
+        ),
+        _patch("lldecode.layer:fused_norm_rope", _norm_rope, "with the feature"),
+        _patch("lldecode.layer:triton_convert_req_index_to_global_index", _convert, "with the feature"),
+    ),
+)
