@@ -43,6 +43,11 @@ def test_a_case_that_only_one_ran_is_not_compared(root):
     assert "| cublas | 1 | 3.00x |" in figures.summary(rows)
 
 
+def test_cases_without_a_peer_are_told_apart():
+    rows = [row("lldecode", "M=1", 1.0), row("cublas", "M=1", 3.0), row("lldecode", "M=1 pdl=0", 1.5), row("lldecode", "M=2 pdl=0", 2.5)]
+    assert "NVIDIA H200: 2 more cases without a peer, 1.50 to 2.50 us." in figures.summary(rows)
+
+
 def test_not_measured(tmp_path):
     assert "Not measured yet." in figures.render("<!-- figures: x -->\n<!-- end figures -->", tmp_path)
 

@@ -40,6 +40,11 @@ def summary(rows: Iterable[Row]) -> str:
         lines.append(f"| {gpu} | {provider} | {len(ratios)} | {mean:.2f}x | {low:.2f}x ({low_case}) | {high:.2f}x ({high_case}) |")
     if len(lines) == 2:
         return "Not measured yet.\n"
+    for gpu in sorted({gpu for gpu, _ in by}):
+        compared = {case for (g, provider), rows in by.items() if g == gpu and provider != "lldecode" for case in rows}
+        alone = [row.us_p50 for case, row in by.get((gpu, "lldecode"), {}).items() if case not in compared]
+        if alone:
+            lines += ["", f"{gpu}: {len(alone)} more cases without a peer, {min(alone):.2f} to {max(alone):.2f} us."]
     any_row = max((r for rows in by.values() for r in rows.values()), key=lambda r: natural(r.utc))
     lines.append("")
     lines.append(f"Speedup at p50; source {any_row.src_sha}, torch {any_row.torch}, measured {any_row.utc[:10]}.")

@@ -1,0 +1,1 @@
+"""One line that says what this makes faster."""
