@@ -1,0 +1,128 @@
+"""The kernel as compiled for each architecture, and, run by the emulator, its results."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from lldecode.testing import cross_compile
+from lldecode_fused_query import op
+from lldecode_fused_query.kernel import Config
+
+ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+FP8 = Config("fp8", True, True, torch.int64, torch.float32, 16, 1, 4, True)
+BF16 = Config("bf16", True, False, torch.int64, torch.bfloat16, 16, 4, 8, True)
+ROPE = Config("rope", False, False, torch.int32, torch.float32, 2, 2, 8, False)
+
+
+def build(cfg, arch="sm_90a"):
+    return cross_compile("lldecode_fused_query.kernel:build", cfg, arch)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("cfg", [FP8, dataclasses.replace(FP8, unroll=4, warps=8), BF16], ids=["fp8", "fp8x4", "bf16"])
+def test_compiles(cfg, arch):
+    got = build(cfg, arch)
+    assert got.local_bytes == 0
+    assert len(re.findall(r"LDG\.E\.128", got.sass)) == 2 * cfg.unroll  # the latent parts
+    assert f".target {arch}" in got.ptx
+    wait, launch = got.ptx.index("griddepcontrol.wait"), got.ptx.index("griddepcontrol.launch_dependents")
+    assert wait < launch < min(got.ptx.index("ld.global"), got.ptx.index("st.global"))
+    assert not re.search(r"\b(bra|ret)\b", got.ptx[:wait])
+    assert "ftz" not in got.ptx
+
+
+def test_pdl_is_a_launch_attribute_and_a_wait_and_nothing_else():
+    off = build(dataclasses.replace(FP8, pdl=False))
+    assert "griddepcontrol" not in off.ptx
+
+    def code(compiled):
+        lines = compiled.ptx[compiled.ptx.index("\n{") :].splitlines()
+        return [re.sub(r"kernel_cutlass\w*|%[a-z]+\d+", "", x) for x in lines if "griddepcontrol" not in x and "inline asm" not in x]
+
+    assert code(off) == code(build(FP8))
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["normal", "any-bits"])
+@pytest.mark.parametrize(
+    ("cfg", "shape", "kw"),
+    [
+        (FP8, (2, 3, 3), {}),
+        (FP8, (1, 3, 1), {"q_scale": 0.37}),
+        (FP8, (1, 1, 2), {"q_scale": 2.0**-9}),
+        (dataclasses.replace(FP8, interleave=False, unroll=2, warps=8), (1, 5, 3), {"q_scale": 1e-20}),
+        (BF16, (2, 5, 9), {}),
+        (ROPE, (2, 3, 0), {"shift": 1}),
+    ],
+)
+def test_emulated_is_exact(cases, cfg, shape, kw, raw):
+    case = cases.make_case(*shape, cfg.output, interleave=cfg.interleave, cos_sin=cfg.cos_sin, raw=raw, **kw)
+    case.positions = case.positions.to(cfg.positions)
+    padding = cases.as_bits(case.padding)
+    cases.emulate(case, build(cfg).ptx, cfg.unroll, cfg.warps)
+    assert cases.differences(case, cases.run_reference(case)) == [0] * len(case.outputs)
+    assert torch.equal(cases.as_bits(case.padding), padding)
+
+
+@pytest.mark.parametrize("q_scale", [1.0, 1 / 1.0625, 1 / 1.1875, 1 / 1.3125, 1 / 1.4375])
+@pytest.mark.parametrize("cfg", [FP8, dataclasses.replace(FP8, output="bf16", interleave=False)], ids=["fp8", "bf16"])
+def test_a_hair_beside_a_midpoint_is_not_a_tie(cases, cfg, q_scale):
+    """Where rounding to fp32 first gives the midpoint itself, which then goes to the even neighbour."""
+    case = cases.make_case(2, 2, 2, cfg.output, interleave=cfg.interleave, q_scale=q_scale)
+    midpoints = (1 + torch.arange(16) / 8 + 1 / 16) if cfg.output == "fp8" else (1 + torch.arange(16) / 128 + 1 / 256)
+    case.cos_sin.fill_(2.0**-60)[:, :32] = 1
+    case.cos_sin[case.positions[0], 32:] *= -1
+    for x, pair in ((case.q_pe, True), (case.index_q, cfg.interleave)):
+        first, second = (x[..., 0:64:2], x[..., 1:64:2]) if pair else (x[..., :32], x[..., 32:64])
+        first.copy_(midpoints.repeat(2) * 16)
+        second.copy_(first)
+    if cfg.output == "bf16":  # bf16 queries hold no midpoint of bf16: the sum of two does
+        case.cos_sin[:, :32], case.q_pe[..., 0::2], case.q_pe[..., 1::2] = 1 + 2.0**-8, 1.0, 2.0**-60
+        case.cos_sin[:, 32:] = case.cos_sin[:, 32:].sign()
+    case.ql_nope.copy_(torch.cat([midpoints, 1 / 2 ** torch.arange(16)]).repeat(16))
+    cases.emulate(case, build(cfg).ptx, cfg.unroll, cfg.warps)
+    assert cases.differences(case, cases.run_reference(case)) == [0] * len(case.outputs)
+
+
+def test_a_product_that_fp32_rounds_to_a_midpoint_is_not_a_tie(cases):
+    case = cases.make_case(1, 1, 1, interleave=True)
+    midpoints = 1 + torch.arange(32) % 16 / 8 + 1 / 16
+    case.cos_sin.zero_()[:, :32] = midpoints / 3
+    for x in (case.q_pe, case.index_q):
+        x.zero_()[..., 0:64:2] = 3 * 2.0**4
+        x[..., 1:64:2] = -3 * 2.0**3
+    cases.emulate(case, build(FP8).ptx, FP8.unroll, FP8.warps)
+    assert cases.differences(case, cases.run_reference(case)) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+def test_the_largest_and_the_smallest_numbers(cases, interleave):
+    cfg = dataclasses.replace(FP8, interleave=interleave)
+    case = cases.make_case(2, 1, 4, interleave=interleave, q_scale=2.0**100)
+    case.cos_sin[:, :32], case.cos_sin[:, 32:] = 0.8, 0.6
+    for x in (case.q_pe, case.ql_nope, case.index_q):
+        x[0], x[1] = torch.finfo(torch.bfloat16).max, 2.0**-133
+        x[:, :, 1::2] *= -1
+    case.index_q[:, 3] = 0
+    cases.emulate(case, build(cfg).ptx, cfg.unroll, cfg.warps)
+    expected = cases.run_reference(case)
+    assert expected[1].float().abs().max() > 224
+    assert cases.differences(case, expected) == [0, 0, 0]
+
+
+def test_the_config_says_what_the_inputs_allow(cases):
+    for shift, align in ((0, 16), (4, 8), (2, 4), (1, 2)):
+        case = cases.make_case(2, 4, 4, shift=shift)
+        cfg = op._config_of(case.call)
+        assert cfg == Config("fp8", True, True, torch.int64, torch.float32, align, *op.PLANS[0], False)
+
+
+@pytest.mark.parametrize("heads, index_heads", [(64, 32), (8, 32), (128, 64), (16, 64)])
+def test_no_thousands_of_ctas(heads, index_heads):
+    for tokens in (1, 2, 4, 8, 16, 32, 64):
+        unroll, warps = op._plan(tokens, heads, index_heads, True)
+        work = -(-index_heads // (2 * unroll)) - (-heads // (2 * unroll)) - (-heads // unroll)
+        ctas = tokens * -(-work // warps)
+        assert ctas <= 132 or (unroll, warps) == op.PLANS[-1]
+        assert ctas <= 8 * max(tokens, 17)
