@@ -637,13 +637,14 @@ def forward_mqa(
     """Attention of each token over its own selected slots.
 
     Args:
-        q: packed fp8 ``[M, heads, latent + rope]``, or the bf16 parts (ql_nope, q_pe).
+        q: packed ``[M, heads, latent + rope]``, fp8 to be scaled by `q_scale` or bf16, or the bf16 parts (ql_nope, q_pe).
         slots: int32 ``[M, topk]``, -1 where there is none.
 
     Returns:
         bf16 ``[M, heads, latent]``.
     """
-    query = torch.cat(q, -1) if isinstance(q, tuple) else (q.float() * q_scale).to(torch.bfloat16)
+    packed = torch.cat(q, -1) if isinstance(q, tuple) else q
+    query = packed if packed.dtype == torch.bfloat16 else (packed.float() * q_scale).to(torch.bfloat16)
     keys = read_mla(kv_cache, slots.clamp(min=0), kv_lora_rank, kv_cache_dtype, k_scale)
     scores = torch.bmm(query, keys.transpose(1, 2)).float() * scale
     weights = scores.masked_fill(slots[:, None] < 0, -torch.inf).softmax(-1).to(keys.dtype)

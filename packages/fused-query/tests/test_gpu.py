@@ -20,10 +20,10 @@ def to_cuda(case):
     def move(x):
         if not isinstance(x, torch.Tensor):
             return x
-        key = x.untyped_storage().data_ptr()
-        if key not in moved:
-            moved[key] = torch.frombuffer(bytearray(x.untyped_storage()), dtype=torch.uint8).cuda() if x.numel() else torch.empty(0).cuda()
-        return torch.empty(0, dtype=x.dtype, device="cuda").set_(moved[key].untyped_storage(), x.storage_offset(), x.shape, x.stride())
+        storage = x.untyped_storage()
+        if (key := storage.data_ptr()) not in moved:
+            moved[key] = torch.empty(0, dtype=torch.uint8).set_(storage).cuda().untyped_storage()
+        return torch.empty(0, dtype=x.dtype, device="cuda").set_(moved[key], x.storage_offset(), x.shape, x.stride())
 
     return type(case)(**{k: move(v) for k, v in vars(case).items()})
 
