@@ -401,7 +401,9 @@ def test_vllm_without_a_stock_result_compares_nothing(engine, capsys):
 
 
 @pytest.mark.parametrize("received", [signal.SIGINT, signal.SIGTERM])
-def test_vllm_worker_and_its_children_end_with_an_interrupt(engine, capsys, received):
+def test_vllm_worker_and_its_children_end_with_an_interrupt(engine, capsys, received, request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     pids = engine / "pids"
     sleeper = "import subprocess, sys, os, time; c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
     sleeper += f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{c.pid}}\\n'); time.sleep(60)\n"
