@@ -1,4 +1,5 @@
 import importlib
+import importlib.metadata
 import itertools
 import os
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lldecode import registry, source
-from lldecode.feature import Feature, Patch, set_pdl
+from lldecode.feature import ENTRY_POINT_GROUP, Feature, Patch, set_pdl
 
 _serial = itertools.count()
 
@@ -80,9 +81,11 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 @pytest.fixture
 def only_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides the really installed features and every LLDECODE_ variable of the caller's environment."""
-    real = registry.entry_points
 
-    monkeypatch.setattr(registry, "entry_points", lambda: {k: v for k, v in real().items() if v.module.startswith("fake_")})
+    def fakes():
+        return {e.name: e for e in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if e.module.startswith("fake_")}
+
+    monkeypatch.setattr(registry, "entry_points", fakes)
     monkeypatch.setattr(registry, "catalog", lambda: ["not-there"])
     for name in [k for k in os.environ if k.startswith("LLDECODE_")]:
         monkeypatch.delenv(name)

@@ -229,7 +229,7 @@ def test_originals_that_do_not_come_back_are_an_error(add, monkeypatch):
         (("--layers", "-1"), "--layers: expected a whole number from 1, got '-1'"),
         (("--context", "16"), "--context: expected more than the largest batch (16), got 16"),
         (("--features", "typo"), "--features: unknown feature 'typo'; installed: right"),
-        (("--features", "not-there"), "--features: not-there is not installed: pip install 'lldecode[not-there]'"),
+        (("--features", "not-there"), "--features: not-there is not installed (package lldecode-not-there)"),
         (("--plot", "x.bmp"), "--plot: expected a name that ends in .png, .svg, .pdf, got 'x.bmp'"),
         (("--csv", "/"), "--csv: expected a file, got the directory '/'"),
         (("--csv", "/dev/null/x.csv"), "[Errno 17] File exists: '/dev/null'"),

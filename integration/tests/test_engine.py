@@ -249,7 +249,7 @@ def test_a_failing_wrapper_changes_nothing(host, feature):
         raise RuntimeError("boom")
 
     engine = Engine([feature("x", host.patch("a:f", tag("x")), host.patch("a:g", boom))], host.name)
-    with pytest.raises(RuntimeError, match="boom"):
+    with pytest.raises(RefusedError, match=r"^x: .*a:g: wrap failed: RuntimeError: boom"):
         engine.reconcile(["x"])
     assert a.f is before
 
@@ -266,6 +266,84 @@ def test_late_surprise_drops_only_the_feature_concerned(host, feature, caplog):
     assert engine.enabled == {"y"}
     assert "changed by somebody else: it is now gone" in engine.dropped["x"]
     assert "x: off:" in caplog.text
+
+
+def test_a_site_changed_by_somebody_else_does_not_disturb_a_later_import(host, feature, caplog):
+    host.write("a", MODULE)
+    host.write("late", MODULE)
+    a = host.load("a")
+    engine = Engine([feature("x", host.patch("a:f", tag("x"))), feature("y", host.patch("late:f", tag("y")))], host.name)
+    engine.reconcile(["x", "y"])
+    a.f = theirs = tag("them")(a.f)
+    assert host.load("late").f(1) == ("y", ("f", 1))
+    assert a.f is theirs
+    assert engine.enabled == {"x", "y"}
+
+
+def test_a_dropped_feature_leaves_a_site_that_somebody_else_changed(host, feature):
+    host.write("a", MODULE)
+    host.write("late", MODULE + "    del g\n")
+    a = host.load("a")
+    engine = Engine([feature("x", host.patch("a:f", tag("x")), host.patch("a:g", tag("x")), host.patch("late:g", tag("x")))], host.name)
+    engine.reconcile(["x"])
+    a.f = theirs = tag("them")(a.f)
+    host.load("late")
+    assert engine.enabled == frozenset()
+    assert a.f is theirs
+    assert a.g(1) == ("g", 1)
+
+
+def test_pdl_is_not_on_after_the_feature_was_dropped(host, feature):
+    host.write("late", MODULE + "    del g\n")
+    engine = Engine([feature("pdl", host.patch("late:g", tag("x")))], host.name)
+    engine.reconcile(["pdl"])
+    assert contract.pdl() is True
+    host.load("late")
+    assert contract.pdl() is False
+
+
+def test_a_failed_import_of_a_required_feature_is_remembered(host, feature):
+    host.write("late", MODULE + "    del g\n")
+    engine = Engine([feature("x", host.patch("late:g", tag("x")))], host.name)
+    engine.reconcile(["x"], required=["x"])
+    with pytest.raises(RefusedError):
+        host.load("late")
+    host.load("late")  # whoever swallowed the error gets stock, and the engine says so
+    assert engine.enabled == frozenset()
+    assert "it is now gone" in engine.dropped["x"]
+
+
+def test_a_wrap_that_fails_at_a_later_import_is_a_reason(host, feature):
+    host.write("late", MODULE)
+
+    def boom(_):
+        raise KeyError("boom")
+
+    engine = Engine([feature("x", host.patch("late:f", boom))], host.name)
+    engine.reconcile(["x"])
+    assert host.load("late").f(1) == ("f", 1)
+    assert "wrap failed: KeyError" in engine.dropped["x"]
+
+
+def test_a_module_that_is_just_being_imported_is_refused(host, feature):
+    host.write("half", "import sys\nsys.modules['reconcile_here'].go()\ndef f(x):\n    return x\n")
+    engine = Engine([feature("x", host.patch("half:f", tag("x")))], host.name)
+    sys.modules["reconcile_here"] = type(sys)("reconcile_here")
+    errors = []
+
+    def go():
+        try:
+            engine.reconcile(["x"])
+        except RefusedError as e:
+            errors.append(e.reason)
+
+    sys.modules["reconcile_here"].go = go
+    try:
+        assert host.load("half").f(1) == 1
+    finally:
+        del sys.modules["reconcile_here"]
+    assert errors == [f"{host.target('half:f')}: its module is just being imported"]
+    assert engine.enabled == frozenset()
 
 
 def test_late_surprise_of_a_required_feature_fails_the_import(host, feature):
@@ -309,6 +387,8 @@ def test_refusal_order_and_reasons(feature):
     assert refusal(x, Context(versions={"vllm": "0.26.0"}), "vllm") == "no CUDA device"
     assert refusal(x, Context(((9, 0),), {"vllm": "0.26.0"}), "vllm") is None
     assert refusal(x, Context(((9, 0),)), "lldecode") is None
+    broken = feature("broken", probe=lambda ctx: 1 / 0)
+    assert refusal(broken, Context(((9, 0),), {"vllm": "0.26.0"}), "vllm") == "probe failed: ZeroDivisionError: division by zero"
     never = feature("never", probe=lambda ctx: "never")
     assert refusal(never, Context(((9, 0),)), "lldecode") == "never"
     assert refusal(never, Context(), "lldecode") is None
@@ -343,3 +423,7 @@ def test_decline_counts_and_logs_each_reason_once(caplog, monkeypatch):
         contract.decline("x", "dtype")
     assert contract.declined() == {"x": {"bias": 3, "dtype": 1}}
     assert caplog.text.count("stock path: bias") == 1
+    for n in range(100):
+        contract.decline("x", f"{n} tokens")
+    assert len(contract.declined()["x"]) == contract.MAX_REASONS + 1
+    assert sum(contract.declined()["x"].values()) == 104

@@ -46,6 +46,27 @@ def test_kill_switch_for_all_and_for_a_list():
     assert {k: v.value for k, v in get(LLDECODE_OFF="a-b, c").items()} == {"a-b": "off", "c": "off"}
 
 
+@pytest.mark.parametrize("value", ["all", "ALL", "a-b,all"])
+@pytest.mark.parametrize(
+    "broken", [{"LLDECODE_C": "banana"}, {"LLDECODE_CONFIG": "/no/such"}, {"LLDECODE_TYPO": "on"}, {"LLDECODE_LATER": "on"}]
+)
+def test_all_off_starts_whatever_else_is_wrong(value, broken):
+    assert {k: v.value for k, v in get(LLDECODE_OFF=value, **broken).items()} == {"a-b": "off", "c": "off"}
+
+
+def test_an_empty_variable_is_unset():
+    assert get(LLDECODE_TYPO="", LLDECODE_C=" ") == {}
+
+
+def test_the_share_is_the_count_of_chosen_buckets(monkeypatch):
+    class Digest:
+        def digest(self):
+            return (7).to_bytes(8, "big") * 4  # bucket 7
+
+    monkeypatch.setattr("hashlib.sha256", lambda _: Digest())
+    assert [selected("c", Setting(f"{n}%", ""), {})[0] for n in (0, 7, 8, 100)] == [False, False, True, True]
+
+
 def test_features_list_bare_name_means_on():
     assert {k: v.value for k, v in get(LLDECODE_FEATURES="a-b, c=off,").items()} == {"a-b": "on", "c": "off"}
 
@@ -54,7 +75,6 @@ def test_features_list_bare_name_means_on():
     ("environ", "message"),
     [
         ({"LLDECODE_AB": "on"}, r"LLDECODE_AB: unknown variable; known: .*LLDECODE_A_B.*LLDECODE_OFF"),
-        ({"LLDECODE_AB": ""}, "LLDECODE_AB: unknown variable"),
         ({"LLDECODE_OFF": "a_b"}, r"LLDECODE_OFF: unknown feature 'a_b'; known: a-b, c, later"),
         ({"LLDECODE_FEATURES": "d=on"}, "LLDECODE_FEATURES: unknown feature 'd'"),
         ({"LLDECODE_FEATURES": "c=on,c=off"}, "LLDECODE_FEATURES: c is set twice"),
@@ -63,7 +83,7 @@ def test_features_list_bare_name_means_on():
         ({"LLDECODE_C": "-1%"}, "LLDECODE_C: expected"),
         ({"LLDECODE_C": "shadow"}, "LLDECODE_C: shadow is not available yet"),
         ({"LLDECODE_FEATURES": "c="}, "LLDECODE_FEATURES: expected"),
-        ({"LLDECODE_LATER": "on"}, r"LLDECODE_LATER: later is not installed: pip install 'lldecode\[later\]'"),
+        ({"LLDECODE_LATER": "on"}, r"LLDECODE_LATER: later is not installed \(package lldecode-later\)"),
         ({"LLDECODE_CONFIG": "/no/such.toml"}, "LLDECODE_CONFIG=/no/such.toml: .*No such file"),
     ],
 )

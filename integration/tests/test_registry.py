@@ -81,6 +81,22 @@ def test_fingerprint_follows_what_is_on(install, only_fakes):
     assert prints[0] == registry.fingerprint(list(reversed(survey({}).values())))
 
 
+def test_fingerprint_follows_the_source(install, only_fakes, tmp_path):
+    install("one", good("one"))
+    before = registry.fingerprint(list(survey({}).values()))
+    with (tmp_path / "site/fake_one.py").open("a") as f:
+        f.write("# changed\n")
+    assert registry.fingerprint(list(survey({}).values())) != before
+
+
+def test_an_allow_list_of_plugins_without_this_one_is_a_reason(install, only_fakes):
+    install("one", good("one"))
+    environ = {"VLLM_PLUGINS": "other,another"}
+    found = {s.name: s for s in registry.survey(HERE, environ)}["one"]
+    assert found.reason == "VLLM_PLUGINS: expected lldecode among the plugins that vLLM loads, got 'other,another'"
+    assert {s.name: s for s in registry.survey(HERE, {"VLLM_PLUGINS": "lldecode,other"})}["one"].state == "on"
+
+
 def test_the_real_catalog_and_versions():
     assert "ll-bf16-router" in registry.catalog()
     assert not {"all", "vllm"} & set(registry.catalog())

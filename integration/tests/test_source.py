@@ -46,6 +46,22 @@ def test_indentation_and_trailing_space_do_not_matter(host):
     assert source.definition(host.target("a:f")).hash == source.definition(host.target("b:f")).hash
 
 
+def test_a_form_feed_does_not_shift_the_lines(host):
+    text = "def f():\n    return 1\n\x0c\ndef g():\n    return {}\n"
+    host.write("a", text.format(1))
+    first = source.definition(host.target("a:g")).hash
+    host.write("a", text.format(2))
+    assert source.definition(host.target("a:g")).hash != first
+
+
+def test_a_source_that_cannot_be_read_is_not_found(host):
+    (host.dir / "a.py").write_bytes(b"def f(:\n")
+    (host.dir / "b.py").write_bytes(b"x = '\xff'\n")
+    for module in "ab":
+        with pytest.raises(source.NotFoundError, match="cannot be read"):
+            source.definition(host.target(f"{module}:f"))
+
+
 def test_module_without_source_or_class(host):
     for target in ("_sre:compile", "no_such:f", host.target("nope:f"), host.target("nope.deeper:f")):
         with pytest.raises(source.NotFoundError):

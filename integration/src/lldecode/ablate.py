@@ -151,7 +151,7 @@ def choose(text: str | None) -> tuple[list[str], dict[str, str]]:
     wanted = installed if text is None else [name.strip() for name in text.split(",") if name.strip()]
     for name in wanted:
         if name in registry.catalog() and name not in installed:
-            raise ValueError(f"--features: {name} is not installed: pip install 'lldecode[{name}]'")
+            raise ValueError(f"--features: {name} is not installed (package lldecode-{name})")
         if name not in installed:
             raise ValueError(f"--features: unknown feature {name!r}; installed: {', '.join(installed) or 'none'}")
     settings = flags.read(os.environ, installed, registry.catalog())

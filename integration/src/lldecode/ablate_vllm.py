@@ -81,7 +81,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], Report]:
     if not args.model:
         raise ValueError("--model: expected a path or model id with --engine vllm")
     if not bench.version_of("vllm"):
-        raise ValueError("--engine vllm: vllm is not installed: pip install 'lldecode[vllm]'")
+        raise ValueError("--engine vllm: vllm is not installed")
     sizes = batches(args.batch)
     input_len, output_len = positive("input-len", args.input_len, 1024), positive("output-len", args.output_len, 128)
     llm: dict[str, Any] = {

@@ -59,7 +59,7 @@ def _flags(args: argparse.Namespace) -> int:
     table = Table("feature", "variable", "value", "set by", "this replica")
     for row in rows:
         table.add_row(*row.values())
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
     return 0
 
 
@@ -80,11 +80,11 @@ def _doctor(args: argparse.Namespace) -> int:
             + (f": {escape(f['reason'])}" if f["reason"] else "")
         )
         if f["summary"]:
-            console.print(f"  {f['summary']}")
+            console.print(f"  {escape(f['summary'])}")
         if f["state"] != "not installed":
             console.print(f"  {flags.env_name(f['name'])}: {f['flag']} ({f['source']})")
         for p in f["patches"]:
-            console.print(f"  {p['target']}: {p['drift'] or 'as expected'}; {p['why']}")
+            console.print(escape(f"  {p['drift'] or p['target'] + ': as expected'}; {p['why']}"))
     if fails:
         console.print("\nvLLM would fail to start: a feature that is on is refused.", style="red")
     return int(fails)

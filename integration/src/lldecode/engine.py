@@ -54,8 +54,13 @@ def refusal(feature: Feature, ctx: Context, host: str) -> str | None:
             return "vllm is not installed"
         if not SpecifierSet(feature.vllm).contains(version, prereleases=True):
             return f"vllm: expected {feature.vllm}, got {version}"
-    if (host == "vllm" or ctx.capabilities) and (reason := feature.probe(ctx)):
-        return reason
+    if host == "vllm" or ctx.capabilities:
+        try:
+            reason = feature.probe(ctx)
+        except Exception as e:  # a feature's failure must not be the host's
+            reason = f"probe failed: {type(e).__name__}: {e}"
+        if reason:
+            return reason
     return next((r for p in feature.patches if p.host == host and (r := drift(p))), None)
 
 
@@ -123,8 +128,8 @@ class Engine:
 
         Args:
             enabled: names of features given to the constructor.
-            required: those of them for which a module that turns out wrong at its later import raises there; others are
-                left out with a logged reason (:attr:`dropped`).
+            required: those of them for which a module that turns out wrong at its later import raises there, too; each such
+                feature is left out with a logged reason (:attr:`dropped`).
 
         Raises:
             ValueError: an unknown name.
@@ -135,49 +140,68 @@ class Engine:
             raise ValueError(f"enabled: expected names among {sorted(self._features)}, got {unknown}")
         with self._lock:
             wanted = self._targets(enabled)
-            for target in wanted:
-                for name, patch in wanted[target]:
+            for target, chain in wanted.items():
+                for name, patch in chain:
                     if reason := drift(patch):
                         raise RefusedError([name], reason)
+                if patch.module in sys.modules and not source.is_loaded(patch.module):
+                    raise RefusedError(_names(chain), f"{target}: its module is just being imported")
             self._commit(self._plan(wanted, {t for t in wanted if source.is_loaded(t.split(":")[0])} | self._sites.keys()))
             self._enabled, self._required = enabled, frozenset(required) & enabled
+            self._tell_pdl()
             for module in {t.split(":")[0] for t in self.pending} - self._hooked:
                 self._hooked.add(module)
                 wrapt.register_post_import_hook(self._imported, module)
-            if "pdl" in self._features:
-                set_pdl("pdl" in enabled)
 
     def _imported(self, module: Any) -> None:
         """Post-import hook: patch the targets of a module that was not there at reconcile."""
         with self._lock:
+            failed: dict[str, str] = {}
             while True:
                 wanted = self._targets(self._enabled)
+                mine = {t for t in wanted if t.split(":")[0] == module.__name__}
                 try:
-                    self._commit(self._plan(wanted, {t for t in wanted if t.split(":")[0] == module.__name__} | self._sites.keys()))
-                    return
+                    self._commit(self._plan(wanted, mine | self._revertible()))
+                    break
                 except RefusedError as e:
-                    if e.features & self._required:
-                        raise
                     self._enabled -= e.features
                     for name in sorted(e.features):
-                        self.dropped[name] = e.reason
+                        self.dropped[name] = failed[name] = e.reason
                         logger.warning("%s: off: %s", name, e.reason)
+            self._tell_pdl()
+            if required := self._required & failed.keys():
+                raise RefusedError(required, "; ".join(failed[name] for name in sorted(required)))
+
+    def _revertible(self) -> set[str]:
+        """Sites of features that were dropped, except where somebody else changed them since: those cannot be put back."""
+        return {
+            target
+            for target, site in self._sites.items()
+            if not self._enabled.issuperset(site.chain) and vars(site.owner).get(site.name, _MISSING) is site.current
+        }
+
+    def _tell_pdl(self) -> None:
+        if "pdl" in self._features:
+            set_pdl("pdl" in self._enabled)
 
     def _plan(self, wanted: dict[str, list[tuple[str, Patch]]], targets: Iterable[str]) -> list[tuple[str, _Site, tuple[str, ...], Any]]:
         plan = []
         for target in sorted(targets):
             chain = wanted.get(target, [])
-            site = self._sites.get(target) or self._site(target, chain)
+            site = self._sites.get(target)
+            if site and site.chain == _names(chain):
+                continue
+            site = site or self._site(target, chain)
             now = vars(site.owner).get(site.name, _MISSING)
             if now is not site.current:
                 raise RefusedError(site.chain or _names(chain), f"{target} was changed by somebody else: it is now {_describe(now)}")
-            names = _names(chain)
-            if names == site.chain:
-                continue
             value = site.original
-            for _, patch in chain:
-                value = patch.wrap(None if value is _MISSING else value)
-            plan.append((target, site, names, value))
+            for name, patch in chain:
+                try:
+                    value = patch.wrap(None if value is _MISSING else value)
+                except Exception as e:  # a feature's failure must not be the host's
+                    raise RefusedError([name], f"{target}: wrap failed: {type(e).__name__}: {e}") from e
+            plan.append((target, site, _names(chain), value))
         return plan
 
     def _commit(self, plan: list[tuple[str, _Site, tuple[str, ...], Any]]) -> None:

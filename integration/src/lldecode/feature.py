@@ -125,14 +125,20 @@ class Feature:
             raise ValueError(f"patches: expected one patch a target, got several for {sorted(twice)}")
 
 
+MAX_REASONS = 32
+"""A reason may quote a shape: neither memory nor the log may grow with the traffic."""
+
 _declined: collections.Counter[tuple[str, str]] = collections.Counter()
 
 
 def decline(feature: str, reason: str) -> None:
     """Record that `feature` handed a call to the original; the first time for each reason it is logged at INFO.
 
-    Adapters call this, then the original: there is no other fallback.
+    Adapters call this, then the original: there is no other fallback. Beyond :data:`MAX_REASONS` reasons of a feature the rest
+    are counted as one.
     """
+    if (feature, reason) not in _declined and sum(f == feature for f, _ in _declined) >= MAX_REASONS:
+        reason = "other reasons"
     key = (feature, reason)
     _declined[key] += 1
     if _declined[key] == 1:

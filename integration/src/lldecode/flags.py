@@ -48,12 +48,14 @@ def read(environ: Mapping[str, str], installed: Iterable[str], catalog: Iterable
         FlagError: an unknown variable, name or value, listing the known ones, or an unreadable or malformed file.
     """
     known = sorted(set(installed))
+    off = [n.strip().lower() for n in environ.get("LLDECODE_OFF", "").split(",")]
+    if "all" in off:  # whatever else is wrong: this must always start stock
+        return {name: Setting("off", "LLDECODE_OFF") for name in known}
     parser = _Parser(known, sorted(set(catalog) | set(known)))
     names = {env_name(f): f for f in parser.catalog}
-    ours = {k: v.strip() for k, v in environ.items() if k.startswith("LLDECODE_")}
+    ours = {k: v.strip() for k, v in environ.items() if k.startswith("LLDECODE_") and v.strip()}
     if unknown := sorted(ours.keys() - RESERVED - names.keys()):
         raise FlagError(f"{unknown[0]}: unknown variable; known: {', '.join(sorted(RESERVED | names.keys()))}")
-    ours = {k: v for k, v in ours.items() if v}
 
     found: dict[str, Setting] = {}
     layers = [
@@ -67,7 +69,7 @@ def read(environ: Mapping[str, str], installed: Iterable[str], catalog: Iterable
             found.setdefault(feature, setting)
     for feature, setting in found.items():
         if feature not in known and setting.value != "off":
-            raise FlagError(f"{setting.source}: {feature} is not installed: pip install 'lldecode[{feature}]'")
+            raise FlagError(f"{setting.source}: {feature} is not installed (package lldecode-{feature})")
     return {f: s for f, s in found.items() if f in known}
 
 
@@ -101,8 +103,7 @@ class _Parser:
         return Setting(text, where)
 
     def off(self, text: str) -> dict[str, Setting]:
-        names = self.catalog if text.lower() == "all" else [n.strip() for n in text.split(",") if n.strip()]
-        return {n: self.setting(n, "off", "LLDECODE_OFF") for n in names}
+        return {n: self.setting(n, "off", "LLDECODE_OFF") for n in filter(None, (n.strip() for n in text.split(",")))}
 
     def listed(self, text: str) -> dict[str, Setting]:
         out: dict[str, Setting] = {}

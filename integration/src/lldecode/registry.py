@@ -21,7 +21,7 @@ def catalog() -> list[str]:
 
 
 def entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    """The installed features, not loaded: a feature that is off is never imported."""
+    """The installed features, not loaded: one that the user set off is never imported."""
     return {e.name: e for e in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
 
 
@@ -55,7 +55,7 @@ class Status:
         state: ``on``, ``off``, ``refused`` (asked for and cannot be applied) or ``not installed``.
         reason: why not, where it is refused; what decided, where it is off.
         required: a refusal fails the start.
-        feature: loaded only where it is not off.
+        feature: None where the user set it off, or its package cannot be loaded.
     """
 
     name: str
@@ -98,6 +98,9 @@ def _status(
     reason = loaded if isinstance(loaded, str) else refusal(loaded, dataclasses.replace(ctx, required=required), host)
     if host == "vllm" and not reason:
         reason = next((r for p in cache_key.feature(str).patches if (r := drift(p))), None)
+    allowed = environ.get("VLLM_PLUGINS")
+    if host == "vllm" and not reason and allowed is not None and "lldecode" not in allowed.split(","):
+        reason = f"VLLM_PLUGINS: expected lldecode among the plugins that vLLM loads, got {allowed!r}"
     return dataclasses.replace(base, state="refused" if reason else "on", reason=reason or "", required=required)
 
 

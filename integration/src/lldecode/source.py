@@ -65,8 +65,11 @@ def source_file(module: str) -> pathlib.Path:
 
 @functools.cache
 def _parse(file: pathlib.Path, _mtime_ns: int) -> tuple[ast.Module, list[str]]:
-    text = file.read_text()
-    return ast.parse(text), text.splitlines()
+    try:
+        text = file.read_text(encoding="utf-8")
+        return ast.parse(text), text.split("\n")  # the line breaks that ast counts
+    except (OSError, SyntaxError, ValueError) as e:
+        raise NotFoundError(f"{file} cannot be read: {e}") from e
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
