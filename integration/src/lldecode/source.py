@@ -25,7 +25,6 @@ class Definition:
             the module or class exists and does not define the attribute.
         module: the defining module, which differs from the target's where the target is a ``from ... import`` copy.
         file: its source file.
-        line: first line of the definition without its decorators; 0 where absent.
         function: whether it is a ``def``.
         decorated: whether it has decorators.
     """
@@ -33,7 +32,6 @@ class Definition:
     hash: str
     module: str
     file: str
-    line: int
     function: bool
     decorated: bool
 
@@ -118,14 +116,14 @@ def definition(target: str) -> Definition:
         body = found[-1].body
     nodes = [n for n in _statements(body) if _binds(n, name)]
     if not nodes:
-        return Definition(ABSENT, module, str(file), 0, False, False)
+        return Definition(ABSENT, module, str(file), False, False)
     last = nodes[-1]
     if isinstance(last, ast.ImportFrom):
         return definition(_imported(last, name, module, file))
     text = "\n".join(_segment(n, lines) for n in nodes)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     function = isinstance(last, ast.FunctionDef | ast.AsyncFunctionDef)
-    return Definition(digest, module, str(file), last.lineno, function, bool(getattr(last, "decorator_list", ())))
+    return Definition(digest, module, str(file), function, bool(getattr(last, "decorator_list", ())))
 
 
 def _segment(node: ast.stmt, lines: list[str]) -> str:
