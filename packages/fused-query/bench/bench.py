@@ -1,10 +1,11 @@
 """Measure the fused query kernel against vLLM's on the GPU at hand; about a minute on an H200.
 
-    python bench/bench.py [--peers DIR] [--out CSV] [--sweep]
+    python bench/bench.py [--peers DIR] [--out CSV]
 
 Providers: ``lldecode``; ``vllm-0.26.0``, its Triton kernel, with ``out=packed`` followed by its concat kernel where the wheel's
 extension loads; ``vllm-0.33.0``, its CuTe DSL kernel. Both come from ``--peers``: ``DIR/vllm033`` holds ``cute_utils/`` and
 ``fused_q_cutedsl.py`` of 0.33.0's wheel and 0.26.0's ``kernels026.py``, ``DIR/C.so`` 0.26.0's ``_C_stable_libtorch.abi3.so``.
+``lldecode`` and ``vllm-0.33.0`` are launched with programmatic dependent launch, which 0.26.0's kernels do not know.
 Outputs are checked against the reference before anything is timed.
 """
 
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from lldecode import bench
-from lldecode_fused_query import op, reference
+from lldecode_fused_query import reference
 
 HEADS = ((64, 32), (16, 32), (8, 32), (128, 64), (16, 64))
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
@@ -112,7 +113,7 @@ def error(mqa: tuple[Any, ...], index: tuple[Any, ...], output: str) -> float:
 def providers(root: pathlib.Path | None, mqa: tuple[Any, ...], index: tuple[Any, ...], output: str) -> dict[str, Callable[[], object]]:
     positions, q_pe, table, nope, scale, out = mqa
     own = (*mqa[:3], None if output == "rope" else nope, *mqa[4:], *index)
-    calls: dict[str, Callable[[], object]] = {"lldecode": functools.partial(torch.ops.lldecode.fused_query, *own, *SCALES, True, False)}
+    calls: dict[str, Callable[[], object]] = {"lldecode": functools.partial(torch.ops.lldecode.fused_query, *own, *SCALES, True, True)}
     if root is None:
         return calls
     triton_q, cute_q, concat = _peers(root)
@@ -179,37 +180,12 @@ def summarize(rows: list[bench.Row]) -> None:
                 print(f"over {peer}, {what}: geometric mean {mean:.2f}x, worst {chosen[worst]:.2f}x ({worst})")
 
 
-def sweep() -> None:
-    """Time every plan where they matter, for the table in ``op.py``."""
-    stock = op.PLANS
-    for heads, index_heads in HEADS:
-        for tokens in TOKENS:
-            mqa, index = inputs(tokens, heads, index_heads, "fp8")
-            calls: dict[str, Callable[[], object]] = {}
-            for unroll in (1, 2, 4):
-                for warps in (2, 4, 8, 16):
-                    calls[f"{unroll}x{warps}"] = functools.partial(_planned, (unroll, warps), *mqa, *index)
-            best = sorted((bench.percentiles(s)[1], name) for name, s in time_graph(calls).items())
-            op.PLANS = stock
-            chosen = "x".join(map(str, op._plan(tokens, heads, index_heads, True)))
-            print(f"T={tokens} H={heads} I={index_heads} chosen={chosen}", " ".join(f"{name}={us:.2f}" for us, name in best), flush=True)
-
-
-def _planned(plan: tuple[int, int], *args: Any) -> None:
-    op.PLANS = (plan,)
-    torch.ops.lldecode.fused_query(*args, *SCALES, True, False)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--peers", type=pathlib.Path)
     gpu = bench.gpu_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).parent / f"results/{gpu}.csv")
-    parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
-    if args.sweep:
-        sweep()
-        return
     rows = measure(args.peers)
     bench.write_csv(args.out, rows)
     summarize(rows)

@@ -346,8 +346,10 @@ class Program:
                 regs[o[0]] = INTEGER[head](*x) & (1 << to) - 1
 
 
-def emulate(case: Case, ptx: str, unroll: int, warps: int) -> None:
+def emulate(case: Case, ptx: str) -> None:
     """Run the kernel on the CPU tensors of a case, which it writes."""
+    from lldecode_fused_query.kernel import WARPS
+
     memory = Memory()
 
     def tensor(x: Tensor, *dynamic: int) -> bytes:
@@ -365,12 +367,12 @@ def emulate(case: Case, ptx: str, unroll: int, warps: int) -> None:
     if index_heads:
         params += [tensor(case.index_q, 0, 1), tensor(case.index_cos_sin, 0), tensor(case.index_weights, 0, 1)]
         params += [tensor(case.idx_q_fp8, 0, 1), tensor(case.idx_weights_out, 0, 1)]
-    rope_begin = -(-index_heads // (2 * unroll))
-    nope_begin = rope_begin - (-heads // (2 * unroll))
-    work = nope_begin - (-heads // unroll if case.ql_nope is not None else 0)
+    rope_begin = -(-index_heads // 2)
+    nope_begin = rope_begin - (-heads // 2)
+    work = nope_begin + (heads if case.ql_nope is not None else 0)
     params += [struct.pack("<f", case.scales["softmax_scale"]), struct.pack("<f", case.scales["head_scale"])]
     params += [struct.pack("<i", rope_begin), struct.pack("<i", nope_begin)]
-    Program(ptx).run(params, (len(case.positions), -(-work // warps)), 32 * warps, memory)
+    Program(ptx).run(params, (len(case.positions), -(-work // WARPS)), 32 * WARPS, memory)
 
 
 @pytest.fixture

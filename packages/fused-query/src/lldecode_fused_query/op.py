@@ -13,10 +13,6 @@ ARCHS = ((9, 0), (10, 0), (10, 3))
 
 NOPE, ROPE, INDEX_DIM = 512, 64, 128
 
-PLANS = ((1, 4), (1, 8), (2, 8), (4, 8))
-"""(heads that a group of lanes takes, warps of a CTA): the first that fits in one CTA a multiprocessor, else the last."""
-_MULTIPROCESSORS = 132  # of an H200; a B200 has 148
-
 _BF16, _FP8, _FP32 = (torch.bfloat16,), (reference.FP8,), (torch.float32,)
 _Spec = tuple[str, Tensor | None, tuple[torch.dtype, ...], tuple[int | None, ...]]
 
@@ -128,22 +124,13 @@ def _alignment(*tensors: Tensor | None) -> int:
     return bits & -bits
 
 
-def _plan(tokens: int, heads: int, index_heads: int, packed: bool) -> tuple[int, int]:
-    for unroll, warps in PLANS:
-        work = -(-index_heads // (2 * unroll)) + -(-heads // (2 * unroll)) + packed * -(-heads // unroll)
-        if tokens * -(-work // warps) <= _MULTIPROCESSORS:
-            break
-    return unroll, warps
-
-
 def _config_of(args: Sequence[Any]) -> Any:
     from lldecode_fused_query.kernel import Config
 
     positions, q_pe, cos_sin, ql_nope, _, mqa_output, index_q, index_cos_sin, *_, interleave, pdl = args
     output = "rope" if ql_nope is None else "fp8" if mqa_output.dtype == reference.FP8 else "bf16"
-    plan = _plan(len(q_pe), q_pe.shape[1], 0 if index_q is None else index_q.shape[1], ql_nope is not None)
     align = _alignment(q_pe, cos_sin, ql_nope, index_q, index_cos_sin)
-    return Config(output, index_q is not None, index_q is not None and interleave, positions.dtype, cos_sin.dtype, align, *plan, pdl)
+    return Config(output, index_q is not None, index_q is not None and interleave, positions.dtype, cos_sin.dtype, align, pdl)
 
 
 torch.library.define(
@@ -186,5 +173,4 @@ def warmup(output: str, indexed: bool, interleave: bool, cos_sin: torch.dtype, d
     """
     from lldecode_fused_query.kernel import KERNEL, Config
 
-    for plan in PLANS[-1:] if output == "rope" else PLANS:  # the rotated part alone is for what is too long to pack
-        KERNEL.get(Config(output, indexed, indexed and interleave, torch.int64, cos_sin, 16, *plan, pdl), device)
+    KERNEL.get(Config(output, indexed, indexed and interleave, torch.int64, cos_sin, 16, pdl), device)
