@@ -4,7 +4,8 @@
 
 Kernel cases run without PDL on either side, each call on buffers of its own. Chain cases are one CUDA graph over layers with
 distinct weights, activations and caches; a row's time is that of one layer. There ``lldecode`` is with PDL, ``pdl-off`` the
-same kernels without. The chain's neighbours are stand-ins (``standin.py``); in ``chain-cublas`` cuBLAS and the stand-in query.
+same kernels without. The chain's other kernels are those of skinny-gemm and fused-query, which must be installed; in
+``chain-cublas`` the GEMMs are cuBLAS's, which do not know PDL.
 """
 
 import argparse
@@ -17,14 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import standin
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lldecode import bench
+from lldecode_fused_query import fused_query  # noqa: F401, registers the operator
 from lldecode_pdl import op
+from lldecode_skinny_gemm import skinny_bmm, skinny_gemm
 
 LAYERS = 12
 COS_SIN: Tensor
@@ -34,6 +36,10 @@ BOUNDARIES = 6
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype) * scale
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +70,7 @@ SHAPES = (
 def norm_rope_args(shape: Shape, tokens: int) -> dict[str, Any]:
     qkv, kw, i = normal(tokens, shape.q + 576), normal(tokens, 160), shape.indexer
     return {
-        "q_out": standin.empty(tokens, shape.q),
+        "q_out": empty(tokens, shape.q),
         "positions": torch.randint(0, 4096, (tokens,), device="cuda"),
         "q_c": qkv[:, : shape.q],
         "q_weight": normal(shape.q),
@@ -189,8 +195,8 @@ class Layer:
         self.hidden = normal(tokens, 6144)
         self.qkv_a, self.q_b, self.wq_b = normal(2624, 6144, scale=0.013), normal(2048, 2048, scale=0.022), normal(4096, 2048, scale=0.022)
         self.w_uk = normal(8, 192, 512, scale=0.072)
-        self.qkv, self.q, self.index_q = standin.empty(tokens, 2624), standin.empty(tokens, 2048), standin.empty(tokens, 4096)
-        self.ql = standin.empty(tokens, 8, 512)
+        self.qkv, self.q, self.index_q = empty(tokens, 2624), empty(tokens, 2048), empty(tokens, 4096)
+        self.ql = empty(tokens, 8, 512)
         self.kw = normal(tokens, 160)
         self.args = norm_rope_args(SHAPES[0], tokens) | {
             "q_c": self.qkv[:, :2048],
@@ -198,13 +204,13 @@ class Layer:
             "k_pe": self.qkv[:, 2560:],
             "index_k": self.kw[:, :128],
         }
-        self.out, self.q_fp8 = standin.empty(tokens, 8, 576), standin.empty(tokens, 32, 128, dtype=torch.float8_e4m3fn)
-        self.weights = standin.empty(tokens, 32, dtype=torch.float32)
+        self.out, self.q_fp8 = empty(tokens, 8, 576), empty(tokens, 32, 128, dtype=torch.float8_e4m3fn)
+        self.weights = empty(tokens, 32, dtype=torch.float32)
 
     def run(self, pdl: bool, cublas: bool) -> None:
         def linear(x: Tensor, w: Tensor, out: Tensor) -> None:
             if not cublas:
-                standin.linear(x, w, out, pdl)
+                (skinny_bmm if x.ndim == 3 else skinny_gemm)(x, w, out=out, pdl=pdl)
             elif x.ndim == 3:
                 torch.bmm(x, w, out=out)
             else:
@@ -217,7 +223,9 @@ class Layer:
         linear(q[..., :192].transpose(0, 1), self.w_uk, self.ql.transpose(0, 1))
         linear(self.args["q_out"], self.wq_b, self.index_q)
         positions, index_q = self.args["positions"], self.index_q.view(-1, 32, 128)
-        standin.query(positions, COS_SIN, q[..., 192:], self.ql, index_q, self.kw[:, 128:], self.out, self.q_fp8, self.weights, pdl)
+        mqa = positions, q[..., 192:], COS_SIN, self.ql, None, self.out
+        index = index_q, COS_SIN, self.kw[:, 128:], self.q_fp8, self.weights
+        torch.ops.lldecode.fused_query(*mqa, *index, 128**-0.5, 32**-0.5, True, pdl)
 
     def results(self) -> list[Tensor]:
         return [self.args["q_out"], self.out, self.q_fp8, self.weights, self.args["mla_kv_cache"], self.args["indexer_k_cache"]]

@@ -144,7 +144,7 @@ def test_replay_on_fresh_data(norm_rope_args: Callable, pdl: bool) -> None:
     )
 
 
-def chain(norm_rope_args: Callable, pdl: bool, layers: int = 12) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+def chain(norm_rope_args: Callable, pdl: bool, layers: int = 12) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor], object]:
     """A graph of layers that write the same buffers one after the other, and what each of them computed."""
     args = norm_rope_args([3, -1, 70, 9], q=2048, device="cuda")
     table = torch.randint(0, 99, (1, 40), dtype=torch.int32, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
@@ -173,12 +173,12 @@ def chain(norm_rope_args: Callable, pdl: bool, layers: int = 12) -> tuple[torch.
         with torch.cuda.graph(graph, stream=stream):
             step()
     torch.cuda.synchronize()
-    return graph, list(outs)
+    return graph, list(outs), (args, table, req_id, weight, start)  # what a replay reads must outlive the capture
 
 
 @pytest.mark.parametrize("traffic", [False, True], ids=["alone", "copies"])
 def test_back_to_back_replays_change_no_bit(norm_rope_args: Callable, traffic: bool) -> None:
-    (off_graph, off), (on_graph, on) = chain(norm_rope_args, False), chain(norm_rope_args, True)
+    (off_graph, off, _off), (on_graph, on, _on) = chain(norm_rope_args, False), chain(norm_rope_args, True)
     off_graph.replay()
     torch.cuda.synchronize()
     side, big = torch.cuda.Stream(), torch.empty(2, 1 << 28, dtype=torch.uint8, device="cuda")
