@@ -112,6 +112,20 @@ VIOLATIONS = {
         append(f"{SRC}/op.py", "from lldecode import jit\n"),
         "op imports lldecode.jit: expected inside functions only",
     ),
+    "op imports the tuner": (append(f"{SRC}/op.py", "import lldecode.tune\n"), "op imports lldecode.tune: expected not at all"),
+    "a kernel imports a plan": (
+        write(f"{SRC}/kernel.py", "from lldecode.plan import Plans\n"),
+        "kernel imports lldecode.plan: expected not at all",
+    ),
+    "a tuner imports a kernel": (
+        with_kernel(f"{SRC}/tune.py", "from lldecode_sample_noun import kernel\n"),
+        "tune imports lldecode_sample_noun.kernel: expected inside functions only",
+    ),
+    "a tuner imports the harness": (write(f"{SRC}/tune.py", "from lldecode import bench\n"), r"tune imports lldecode\.bench"),
+    "op imports a tuner": (
+        lambda root: [write(f"{SRC}/tune.py")(root), append(f"{SRC}/op.py", "from lldecode_sample_noun import tune\n")(root)],
+        "op imports lldecode_sample_noun.tune",
+    ),
     "op imports vllm": (append(f"{SRC}/op.py", "def f():\n    import vllm\n"), "op imports vllm: expected not at all"),
     "kernel imports a flag": (
         write(f"{SRC}/kernel.py", "from lldecode import flags\n"),
@@ -171,6 +185,14 @@ ALLOWED = {
         "kernel.py": "import torch\n",
     },
     "a kernel for the type checker": {"op.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .kernel import Config\n"},
+    "plans and a tuner": {
+        "op.py": "from lldecode.plan import Gemm\nfrom lldecode_sample_noun import plan\n",
+        "plan.py": "from lldecode.plan import Plans\n",
+        "kernel.py": "",
+        "tune.py": "from lldecode.plan import Gemm\nfrom lldecode.tune import Tuner\nfrom lldecode_sample_noun import op, plan\n"
+        "def configs():\n    from lldecode_sample_noun.kernel import Config\n",
+    },
+    "a seam in several modules": {"vllm.py": "from lldecode_sample_noun import vllm_head\n", "vllm_head.py": "import lldecode.feature\n"},
     "a routing feature without an operator": {
         "vllm.py": "from lldecode.feature import Feature\nfrom lldecode_sample_noun.route import decide\n"
     },

@@ -26,10 +26,11 @@ MAX_CODE_LINES = 500
 LAW: dict[str, dict[str, set[str]]] = {
     "reference": {"packages": {"torch"}, "own": {"other"}, "later": set()},
     "kernel": {"packages": {"torch", "cutlass", "cuda", "triton", "tvm_ffi", "lldecode.jit"}, "own": {"kernel", "other"}, "later": set()},
-    "op": {"packages": {"torch"}, "own": {"reference", "other"}, "later": {"kernel", "lldecode.jit"}},
-    "vllm": {"packages": {"torch", "lldecode.feature"}, "own": {"op", "other"}, "later": {"vllm"}},
+    "op": {"packages": {"torch", "lldecode.plan"}, "own": {"reference", "other"}, "later": {"kernel", "lldecode.jit"}},
+    "vllm": {"packages": {"torch", "lldecode.feature"}, "own": {"op", "vllm", "other"}, "later": {"vllm"}},
+    "tune": {"packages": {"torch", "lldecode.plan", "lldecode.tune"}, "own": {"op", "other"}, "later": {"kernel", "vllm"}},
     "__init__": {"packages": set(), "own": {"reference", "op", "other"}, "later": set()},
-    "other": {"packages": {"torch"}, "own": {"other"}, "later": set()},
+    "other": {"packages": {"torch", "lldecode.plan"}, "own": {"other"}, "later": set()},
 }
 # What lldecode imports inside functions only: vLLM hosts it, a feature that compiles kernels brings its DSL.
 BROUGHT = {"cutlass", "triton", "tvm_ffi", "vllm"}
@@ -88,9 +89,10 @@ def code_lines(source: str) -> int:
 
 
 def role(stem: str) -> str:
-    """Of a module in a feature: its file's name, with every ``kernel*`` one role and every name without a law "other"."""
-    if stem.startswith("kernel"):
-        return "kernel"
+    """Of a module in a feature: its file's name, with ``kernel*`` one role, ``vllm*`` one role, every name without a law "other"."""
+    for several in ("kernel", "vllm"):
+        if stem.startswith(several):
+            return several
     return stem if stem in LAW else "other"
 
 
