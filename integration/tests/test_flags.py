@@ -71,10 +71,16 @@ def test_features_list_bare_name_means_on():
     assert {k: v.value for k, v in get(LLDECODE_FEATURES="a-b, c=off,").items()} == {"a-b": "on", "c": "off"}
 
 
+def test_a_variable_that_a_feature_reads_by_itself_is_known():
+    assert get(LLDECODE_SKINNY_GEMM_LAYERS="lm_head", LLDECODE_MTP_SPEC_SHARE="1", LLDECODE_MTP_SPEC_LOCAL_ARGMAX="1") == {}
+
+
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
         ({"LLDECODE_AB": "on"}, r"LLDECODE_AB: unknown variable; known: .*LLDECODE_A_B.*LLDECODE_OFF"),
+        ({"LLDECODE_SKINNY_GEM": "on"}, "LLDECODE_SKINNY_GEM: unknown variable"),
+        ({"LLDECODE_SKINNY_GEMM_LAYER": "lm_head"}, "LLDECODE_SKINNY_GEMM_LAYER: unknown variable; known: .*LLDECODE_SKINNY_GEMM_LAYERS"),
         ({"LLDECODE_OFF": "a_b"}, r"LLDECODE_OFF: unknown feature 'a_b'; known: a-b, c, later"),
         ({"LLDECODE_FEATURES": "d=on"}, "LLDECODE_FEATURES: unknown feature 'd'"),
         ({"LLDECODE_FEATURES": "c=on,c=off"}, "LLDECODE_FEATURES: c is set twice"),

@@ -1,4 +1,4 @@
-"""``lldecode doctor | flags | ablate``."""
+"""``lldecode doctor | flags | ablate | tune``."""
 
 import argparse
 import importlib.metadata
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lldecode import ablate, flags, registry
+from lldecode import ablate, flags, registry, tune
 
 _COLOUR = {"on": "green", "refused": "red", "off": "yellow", "not installed": "dim"}
 
@@ -30,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure = commands.add_parser("ablate", help="time the same decode with none, each alone, each left out and all features")
     ablate.add_arguments(measure)
     measure.set_defaults(run=ablate.run)
+    plans = commands.add_parser("tune", help="measure a model's small GEMMs on this GPU, and write the plans that the features use")
+    tune.add_arguments(plans)
+    plans.set_defaults(run=tune.run)
     args = parser.parse_args(argv)
     try:
         return args.run(args)

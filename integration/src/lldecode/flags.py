@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 STATES = "off, auto, on, or a share like 25%"
-RESERVED = frozenset({"LLDECODE_OFF", "LLDECODE_FEATURES", "LLDECODE_CONFIG", "LLDECODE_REPLICA", "LLDECODE_CACHE_DIR"})
+OPTIONS = frozenset({"LLDECODE_SKINNY_GEMM_LAYERS", "LLDECODE_MTP_SPEC_SHARE", "LLDECODE_MTP_SPEC_LOCAL_ARGMAX"})
+"""Variables that a feature reads by itself; they may change what a model compiles to."""
+RESERVED = frozenset({"LLDECODE_OFF", "LLDECODE_FEATURES", "LLDECODE_CONFIG", "LLDECODE_REPLICA", "LLDECODE_CACHE_DIR"}) | OPTIONS
+"""Variables that are no feature's flag."""
 
 _SHARE = re.compile(r"(\d{1,2}|100)%")
 

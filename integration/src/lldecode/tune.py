@@ -1,0 +1,269 @@
+"""``lldecode tune``: measure this GPU on the shapes of a model, and write the plans that the features' operators load.
+
+A feature offers a :class:`Tuner` through the entry-point group ``lldecode.tuners``.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import logging
+import math
+import multiprocessing
+import os
+import pkgutil
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from lldecode import bench, jit, plan
+from lldecode.plan import Gemm
+
+logger = logging.getLogger("lldecode.tune")
+
+ENTRY_POINT_GROUP = "lldecode.tuners"
+
+ROUNDS = 7
+"""Samples of each candidate."""
+
+_SHARED = dict(kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128, moe_intermediate_size=2048, n_shared_experts=1)
+_GLM52 = dict(hidden_size=6144, intermediate_size=12288, vocab_size=154880, num_attention_heads=64, index_n_heads=32)
+_DSV32 = dict(hidden_size=7168, intermediate_size=18432, vocab_size=129280, num_attention_heads=128, index_n_heads=64)
+MODELS: dict[str, dict[str, Any]] = {
+    "glm52": _SHARED | _GLM52 | dict(q_lora_rank=2048, qk_nope_head_dim=192, v_head_dim=256),
+    "dsv32": _SHARED | _DSV32 | dict(q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
+}
+"""What :func:`products` reads of the Hugging Face configs of GLM-5.2 and DeepSeek-V3.2."""
+
+
+Call = Callable[[Tensor, Tensor], object]
+"""``f(weight, out)``"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuner:
+    """What a feature that takes small-M products offers to tune.
+
+    Attributes:
+        plans: the feature's.
+        kernel: ``"module:NAME"`` of its :class:`lldecode.jit.Kernel`.
+        configs: given the GPU's multiprocessors, a product and M: by variant (a tuple, part of a plan) the kernel's config.
+        launch: ``f(config, x, weight, out)`` with operands of three dimensions, weight ``[batch, n, k]``.
+        providers: given a product and x ``[batch, M, k]``: what else takes it, by name, the baseline first.
+    """
+
+    plans: plan.Plans
+    kernel: str
+    configs: Callable[[int, Gemm, int], Mapping[tuple[int, ...], Any]]
+    launch: Callable[[Any, Tensor, Tensor, Tensor], object]
+    providers: Callable[[Gemm, Tensor], Mapping[str, Call]]
+
+
+def products(config: Mapping[str, Any], tp: int) -> list[Gemm]:
+    """The small-M products of a DeepSeek-Sparse-Attention model, one tensor-parallel rank's share, from its Hugging Face config.
+
+    Raises:
+        KeyError: the config is of another kind of model.
+        ValueError: `tp` does not divide the attention heads.
+    """
+    hidden, q, latent, rope = (config[k] for k in ("hidden_size", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim"))
+    if config["num_attention_heads"] % tp:
+        raise ValueError(f"--tp: expected a divisor of {config['num_attention_heads']} attention heads, got {tp}")
+    heads, nope, v = config["num_attention_heads"] // tp, config["qk_nope_head_dim"], config["v_head_dim"]
+    index_heads, index_dim = config["index_n_heads"], config["index_head_dim"]
+    vocab = -(-config["vocab_size"] // 64) * 64 // tp
+    out = [
+        Gemm(q + latent + rope, hidden),  # fused_qkv_a_proj
+        Gemm(heads * (nope + rope), q),  # q_b_proj
+        Gemm(latent, nope, heads, n_major=True),  # W_UK_T
+        Gemm(v, latent, heads),  # W_UV
+        Gemm(hidden, heads * v),  # o_proj
+        Gemm(index_heads * index_dim, q),  # wq_b
+        Gemm(index_dim + index_heads, hidden),  # wk_weights_proj
+        Gemm(hidden, 2 * hidden),  # eh_proj
+        Gemm(vocab, hidden),  # lm_head
+    ]
+    for inter in (config["intermediate_size"], config["moe_intermediate_size"] * config["n_shared_experts"]):
+        out += [Gemm(2 * inter // tp, hidden), Gemm(hidden, inter // tp)]  # gate_up_proj, down_proj
+    return out
+
+
+def operands(gemm: Gemm, copies: int) -> tuple[Tensor, list[Tensor]]:
+    """Random bf16 activations ``[batch, 32, k]`` and `copies` of weights ``[batch, n, k]``, laid out as `gemm` says, on this device."""
+    device = bench.default_device()
+    size = (gemm.batch, gemm.k, gemm.n) if gemm.n_major else (gemm.batch, gemm.n, gemm.k)
+    weights = [torch.randn(size, dtype=torch.bfloat16, device=device).mul_(gemm.k**-0.5) for _ in range(copies)]
+    x = torch.randn(gemm.batch, plan.SIZES[-1], gemm.k, dtype=torch.bfloat16, device=device)
+    return x, [w.transpose(1, 2) for w in weights] if gemm.n_major else weights
+
+
+def measure(tuner: Tuner, gemm: Gemm, rounds: int = ROUNDS) -> dict[str, dict[str, Any]]:
+    """The plan of a product, by M, on the current device with cold weights.
+
+    What is less exact against fp64 than twice the baseline, or writes NaN, is left out with a warning.
+    """
+    x, weights = operands(gemm, bench.cold_copies(gemm.batch * gemm.n * gemm.k * 2))
+    exact = x.double() @ weights[0].double().mT
+    return {str(m): _measure(tuner, gemm, x[:, :m], weights, exact[:, :m], rounds) for m in plan.SIZES}
+
+
+def _measure(tuner: Tuner, gemm: Gemm, x: Tensor, weights: Sequence[Tensor], exact: Tensor, rounds: int) -> dict[str, Any]:
+    out = torch.empty_like(exact, dtype=x.dtype)
+    m = x.shape[1]
+
+    def error(call: Call) -> float:
+        out.fill_(math.nan)
+        call(weights[0], out)
+        return float((out - exact).norm() / exact.norm())
+
+    def launch(cfg: Any, weight: Tensor, out: Tensor) -> None:
+        tuner.launch(cfg, x, weight, out)
+
+    calls = dict(tuner.providers(gemm, x))
+    baseline = next(iter(calls))
+    bound = 2 * error(calls[baseline]) + 1e-6
+    configs = tuner.configs(plan.gpu()[1], gemm, m)
+    variants = {str(variant): variant for variant in configs}
+    calls |= {name: functools.partial(launch, configs[variant]) for name, variant in variants.items()}
+    for name in list(calls):
+        if not (found := error(calls[name])) <= bound:
+            logger.warning("%s M=%d: %s is wrong: expected an error of at most %.2e, got %.2e", gemm, m, name, bound, found)
+            del calls[name]
+    samples = bench.interleaved({name: [functools.partial(call, w, out) for w in weights] for name, call in calls.items()}, rounds=rounds)
+    took = {name: round(bench.percentiles(s)[1], 3) for name, s in samples.items()}
+    us = {name: t for name, t in took.items() if name not in variants}
+    own = sorted((t, name) for name, t in took.items() if name in variants)
+    if own:
+        us["lldecode"] = own[0][0]
+    choice = plan.decide(us, baseline)
+    logger.info("%s M=%d: %s; %s", gemm, m, us, ", ".join(f"{name} {t}" for t, name in own))
+    return {"choice": [choice, list(variants[own[0][1]]) if choice == "lldecode" else None], "us": us}
+
+
+def precompile(kernel: str, configs: Sequence[Any], jobs: int) -> None:
+    """Compile into the disk cache for the current device, in processes of their own: each takes seconds on one core."""
+    # Inherited: the compiler reads it when it is imported, which may be before an initializer runs.
+    os.environ["CUTE_DSL_ARCH"] = "sm_{}{}a".format(*torch.cuda.get_device_capability())
+    # The parent alone answers Ctrl-C.
+    start = (signal.SIGINT, signal.SIG_IGN)
+    pool = concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), signal.signal, start)
+    try:
+        made = pool.map(functools.partial(_compile, kernel), configs, chunksize=4)
+        for _ in track(made, "compiling", len(configs), console=Console(stderr=True)):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _compile(kernel: str, cfg: Any) -> None:
+    pkgutil.resolve_name(kernel).get(cfg, torch.device("cpu"))
+
+
+def tune(tuner: Tuner, gemms: Sequence[Gemm], path: Path, *, jobs: int) -> plan.Shapes:
+    """Measure what a plan file lacks, on the current device. The file is rewritten after each product.
+
+    A run that was interrupted goes on where it was; a stale file is measured again, with the reason on stderr.
+
+    Returns:
+        all that the file holds.
+    """
+    gpu, sms = plan.gpu()
+    stamp = tuner.plans.stamp(gpu)
+    done, reason = plan.read(path, stamp)
+    if reason:
+        print(f"lldecode tune: measuring again: {reason}", file=sys.stderr)
+    todo = [g for g in dict.fromkeys(gemms) if str(g) not in done]
+    if configs := list(dict.fromkeys(c for g in todo for m in plan.SIZES for c in tuner.configs(sms, g, m).values())):
+        precompile(tuner.kernel, configs, jobs)
+    for g in track(todo, "measuring", console=Console(stderr=True)):
+        done[str(g)] = measure(tuner, g)
+        plan.write(path, stamp, done)
+    return done
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="glm52", help=f"a model's directory or its config.json, or {' or '.join(MODELS)} (default glm52)")
+    add("--tp", type=int, default=1, help="tensor-parallel size (default 1)")
+    add("--out", type=Path, metavar="DIR", help="folder for the plans (default: where the operators look for them)")
+    add("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile (default: one a core)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Entry point of the command.
+
+    Returns:
+        0; 1 where kernels cannot run here; 2 on bad input, or where no installed feature offers a tuner; 130 when interrupted.
+    """
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print("lldecode tune: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        for name in ("tp", "jobs"):
+            if (value := getattr(args, name)) < 1:
+                raise ValueError(f"--{name}: expected a whole number from 1, got {value}")
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+        config = read_config(args.model)
+        tuners: dict[str, Tuner] = {e.name: e.load() for e in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+        if not tuners:
+            raise ValueError("no installed feature has anything to tune; pip install lldecode-skinny-gemm")
+        try:
+            gemms = list(dict.fromkeys(products(config, args.tp)))
+        except KeyError as e:
+            raise ValueError(f"--model: expected a DeepSeek-Sparse-Attention model, got a config without {e}: {args.model}") from e
+    except (ValueError, OSError) as e:
+        print(f"lldecode tune: {e}", file=sys.stderr)
+        return 2
+    if reason := jit.unavailable():
+        print(f"lldecode tune: {reason}", file=sys.stderr)
+        return 1
+    for name, tuner in tuners.items():
+        try:
+            path = tuner.plans.tuned(plan.gpu()[0], args.out)
+        except OSError as e:
+            print(f"lldecode tune: {e}; see --out", file=sys.stderr)
+            return 1
+        found = tune(tuner, gemms, path, jobs=args.jobs)
+        for gemm in gemms:
+            print(f"{gemm}: {', '.join(_gain(m, entry) for m, entry in found[str(gemm)].items())}")
+        print(f"{name}: wrote {path}")
+    return 0
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """The Hugging Face config of a model: one of :data:`MODELS`, a directory with a ``config.json``, or that file.
+
+    Raises:
+        ValueError: `model` is none of these, or the file is not a JSON object.
+    """
+    if model in MODELS:
+        return MODELS[model]
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    with contextlib.suppress(OSError, ValueError):
+        config = json.loads(path.read_text())
+        if isinstance(config, dict):
+            return config
+    raise ValueError(f"--model: expected {', '.join(MODELS)}, a directory with a config.json, or that file; got {model!r}")
+
+
+def _gain(size: str, entry: Mapping[str, Any]) -> str:
+    """Microseconds are listed from the baseline on."""
+    us, provider = entry["us"], entry["choice"][0]
+    return f"M={size} {next(iter(us.values())) / us[provider]:.2f}x {provider}"

@@ -1,0 +1,251 @@
+"""The command on a CPU: the harness times plain torch, a stand-in for the GPU names it, nothing is compiled."""
+
+import dataclasses
+import importlib.metadata
+import json
+
+import pytest
+import torch
+
+from lldecode import cli, jit, plan, tune
+from lldecode.plan import Gemm, Plans
+from lldecode.tune import MODELS, Tuner, products
+
+GPU = ("NVIDIA H200", 132)
+TINY = dict(
+    **dict(hidden_size=64, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, num_attention_heads=2, qk_nope_head_dim=8),
+    **dict(v_head_dim=8, index_n_heads=2, index_head_dim=8, intermediate_size=32, moe_intermediate_size=16, n_shared_experts=1),
+    vocab_size=100,
+)
+OWN, WRONG = (8, 1), (16, 2)
+
+
+def gemm(scale):
+    def call(x, weight, out):
+        torch.bmm(x * scale, weight.mT, out=out)
+
+    return call
+
+
+class Point:
+    """An entry point of a tuner."""
+
+    name = "one"
+
+    def __init__(self, tuner):
+        self.load = lambda: tuner
+
+
+@pytest.fixture
+def tuner(tmp_path, monkeypatch):
+    (tmp_path / "kernel.py").write_text("x = 1\n")
+    monkeypatch.setenv("LLDECODE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(plan, "driver", lambda: "580")
+    monkeypatch.setattr(plan, "gpu", lambda: GPU)
+    monkeypatch.setattr(plan, "SIZES", (1, 8))
+    monkeypatch.setattr(jit, "unavailable", lambda: None)
+    compiled = []
+    monkeypatch.setattr(tune, "precompile", lambda kernel, configs, jobs: compiled.append((kernel, configs, jobs)))
+    made = Tuner(
+        Plans("one", tmp_path / "kernel.py"),
+        "one.kernel:KERNEL",
+        lambda sms, g, m: {OWN: ("right", sms, g, m > 4), WRONG: ("wrong", sms, g, m > 4)},
+        lambda cfg, x, weight, out: gemm(1.0 if cfg[0] == "right" else 1.1)(x, weight, out),
+        lambda g, x: {"cublas": lambda weight, out: gemm(1.0)(x, weight, out)},
+    )
+    monkeypatch.setattr(tune, "test_compiled", compiled, raising=False)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Point(made)] if group == "lldecode.tuners" else [])
+    return made
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(TINY))
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """What takes a case, and in what order, is the harness's business; here the first own variant always takes half."""
+
+    def interleaved(calls, rounds):
+        return {name: [2.0 if name == "cublas" else 1.0] * rounds for name in calls}
+
+    monkeypatch.setattr(tune.bench, "interleaved", interleaved)
+
+
+def test_a_plan_is_measured_written_and_its_gains_are_printed(tuner, model, fast, capsys):
+    assert cli.main(["tune", "--model", model]) == 0
+    path = tuner.plans.tuned(GPU[0])
+    data = json.loads(path.read_text())
+    assert {k: v for k, v in data.items() if k != "shapes"} == tuner.plans.stamp(GPU[0])
+    wanted = list(dict.fromkeys(map(str, products(TINY, 1))))
+    assert sorted(data["shapes"]) == sorted(wanted)
+    expected = {"choice": ["lldecode", list(OWN)], "us": {"cublas": 2.0, "lldecode": 1.0}}
+    assert all(sizes == {"1": expected, "8": expected} for sizes in data["shapes"].values())
+    out = capsys.readouterr().out.splitlines()
+    assert out == [*(f"{name}: M=1 2.00x lldecode, M=8 2.00x lldecode" for name in wanted), f"one: wrote {path}"]
+    assert tuner.plans.choice(GPU[0], wanted[0], 5) == ("lldecode", list(OWN))
+
+
+def test_every_config_is_compiled_once_ahead(tuner, model, fast):
+    assert cli.main(["tune", "--model", model, "--jobs", "3"]) == 0
+    ((kernel, configs, jobs),) = tune.test_compiled
+    gemms = list(dict.fromkeys(products(TINY, 1)))
+    assert (kernel, jobs) == ("one.kernel:KERNEL", 3)
+    assert configs == [(name, GPU[1], g, large) for g in gemms for large in (False, True) for name in ("right", "wrong")]
+
+
+def test_a_candidate_that_is_wrong_is_left_out_with_a_warning(tuner, fast, caplog):
+    entry = tune.measure(tuner, Gemm(16, 64))["8"]
+    assert entry["choice"] == ["lldecode", list(OWN)]
+    assert f"N=16 K=64 M=8: {WRONG} is wrong: expected an error of at most " in caplog.text
+    assert str(OWN) not in caplog.text
+
+
+def test_no_candidate_is_no_reason_to_leave_the_baseline(tuner, fast):
+    bare = dataclasses.replace(tuner, configs=lambda sms, g, m: {WRONG: ("wrong",)})
+    assert tune.measure(bare, Gemm(16, 64))["1"] == {"choice": ["cublas", None], "us": {"cublas": 2.0}}
+
+
+@pytest.mark.parametrize("shape", [Gemm(48, 64), Gemm(16, 24, 2, True)])
+def test_the_harness_times_for_real(tuner, shape):
+    entry = tune.measure(tuner, shape, rounds=2)["1"]
+    assert set(entry["us"]) == {"cublas", "lldecode"}
+    assert all(us > 0 for us in entry["us"].values())
+
+
+def interrupted(monkeypatch, after):
+    """From now on the measurement of the product number `after` is interrupted; yields the products measured."""
+    measured, original = [], tune.measure
+
+    def measure(tuner, g):
+        if len(measured) == after:
+            raise KeyboardInterrupt
+        measured.append(g)
+        return original(tuner, g)
+
+    monkeypatch.setattr(tune, "measure", measure)
+    return measured
+
+
+def test_an_interrupt_keeps_what_was_measured(tuner, model, fast, monkeypatch, capsys):
+    gemms = list(dict.fromkeys(products(TINY, 1)))
+    measured = interrupted(monkeypatch, 3)
+    assert cli.main(["tune", "--model", model]) == 130
+    assert "lldecode tune: interrupted; the same command goes on from here" in capsys.readouterr().err
+    assert measured == gemms[:3]
+    assert len(json.loads(tuner.plans.tuned(GPU[0]).read_text())["shapes"]) == 3
+
+
+def test_the_same_command_goes_on_where_it_was(tuner, model, fast, monkeypatch):
+    gemms = list(dict.fromkeys(products(TINY, 1)))
+    path = tuner.plans.tuned(GPU[0])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupted(patch, 3)
+        tune.tune(tuner, gemms, path, jobs=1)
+    measured = interrupted(monkeypatch, 99)
+    found = tune.tune(tuner, gemms, path, jobs=1)
+    assert measured == gemms[3:]
+    assert sorted(found) == sorted(map(str, gemms))
+    measured.clear()
+    tune.test_compiled.clear()
+    assert tune.tune(tuner, gemms, path, jobs=1) == found
+    assert (measured, tune.test_compiled) == ([], [])
+
+
+@pytest.mark.parametrize(("key", "value"), [("gpu", "NVIDIA B200"), ("driver", "570"), ("source", "0" * 12)])
+def test_a_stale_plan_is_measured_again_with_the_reason(tuner, model, fast, capsys, key, value):
+    path = tuner.plans.tuned(GPU[0])
+    stamp = tuner.plans.stamp(GPU[0])
+    plan.write(path, stamp | {key: value}, {"N=1 K=1": {}})
+    assert cli.main(["tune", "--model", model]) == 0
+    assert f"measuring again: {path}: stale: {key}: expected {stamp[key]}, got {value}" in capsys.readouterr().err
+    shapes, reason = plan.read(path, stamp)
+    assert reason is None
+    assert "N=1 K=1" not in shapes
+
+
+def test_out_is_where_the_plan_goes(tuner, model, fast, tmp_path):
+    assert cli.main(["tune", "--model", model, "--out", str(tmp_path / "new" / "dir")]) == 0
+    assert [p.name for p in (tmp_path / "new" / "dir").iterdir()] == ["one-h200.json"]
+    assert not tuner.plans.tuned(GPU[0]).exists()
+
+
+def test_no_tuner(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    assert cli.main(["tune"]) == 2
+    assert capsys.readouterr().err == "lldecode tune: no installed feature has anything to tune; pip install lldecode-skinny-gemm\n"
+
+
+def test_no_gpu(tuner, monkeypatch, capsys):
+    monkeypatch.setattr(jit, "unavailable", lambda: "no CUDA device")
+    assert cli.main(["tune"]) == 1
+    assert capsys.readouterr().err == "lldecode tune: no CUDA device\n"
+
+
+def test_no_place_for_a_plan(tuner, model, tmp_path, capsys):
+    (tmp_path / "cache").mkdir(mode=0o755)
+    assert cli.main(["tune", "--model", model]) == 1
+    err = capsys.readouterr().err
+    assert err == f"lldecode tune: {tmp_path / 'cache'}: expected mode 0700, got 0755; see --out\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "/no/such"], "--model: expected glm52, dsv32, a directory with a config.json, or that file; got '/no/such'"),
+        (["--model", "{empty}"], "--model: expected glm52, dsv32, a directory with a config.json, or that file; got '{empty}'"),
+        (["--model", "{broken}"], "--model: expected glm52, dsv32, a directory with a config.json, or that file; got '{broken}'"),
+        (["--model", "{other}"], "--model: expected a DeepSeek-Sparse-Attention model, got a config without 'q_lora_rank': {other}"),
+        (["--tp", "0"], "--tp: expected a whole number from 1, got 0"),
+        (["--jobs", "-1"], "--jobs: expected a whole number from 1, got -1"),
+        (["--tp", "7"], "--tp: expected a divisor of 64 attention heads, got 7"),
+    ],
+)
+def test_bad_input_exits_2_with_one_line(tuner, tmp_path, capsys, args, message):
+    paths = {"empty": tmp_path, "broken": tmp_path / "broken.json", "other": tmp_path / "other.json"}
+    paths["broken"].write_text("[]")
+    paths["other"].write_text('{"hidden_size": 64}')
+    assert cli.main(["tune", *(a.format(**paths) for a in args)]) == 2
+    assert capsys.readouterr().err == f"lldecode tune: {message.format(**paths)}\n"
+
+
+def test_an_out_that_is_a_file_exits_2(tuner, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert cli.main(["tune", "--out", str(tmp_path / "file")]) == 2
+    assert "File exists" in capsys.readouterr().err
+
+
+def test_the_products_of_a_rank_of_glm52():
+    assert {str(g) for g in products(MODELS["glm52"], 8)} == {
+        *("N=2624 K=6144", "N=2048 K=2048", "N=6144 K=2048", "N=6144 K=12288", "N=4096 K=2048", "N=160 K=6144", "N=3072 K=6144"),
+        *("N=6144 K=1536", "N=512 K=6144", "N=6144 K=256", "N=19360 K=6144", "N=512 K=192 B=8 n-major", "N=256 K=512 B=8"),
+    }
+
+
+def test_the_products_of_a_rank_of_deepseek_v32():
+    got = {str(g) for g in products(MODELS["dsv32"], 8)}
+    assert {"N=2112 K=7168", "N=3072 K=1536", "N=7168 K=2048", "N=7168 K=14336", "N=16160 K=7168", "N=512 K=128 B=16 n-major"} <= got
+
+
+def test_interrupted_compilation_leaves_no_work_behind(monkeypatch):
+    cancelled = []
+
+    class Pool:
+        def __init__(self, *args):
+            pass
+
+        def map(self, *args, chunksize):
+            raise KeyboardInterrupt
+
+        def shutdown(self, cancel_futures):
+            cancelled.append(cancel_futures)
+
+    monkeypatch.setenv("CUTE_DSL_ARCH", "")  # and back
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", Pool)
+    with pytest.raises(KeyboardInterrupt):
+        tune.precompile("a:b", [1], 1)
+    assert cancelled == [True]
