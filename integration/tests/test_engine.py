@@ -135,6 +135,22 @@ def test_pending_target_is_patched_at_import(host, feature):
     assert host.load("late").f(1) == ("f", 1)
 
 
+@pytest.mark.parametrize("first", ["definition", "copy"])
+def test_a_copy_bound_before_or_after_its_definition_was_patched_has_the_same_original(host, feature, first):
+    host.write("a", MODULE)
+    host.write("user", f"from {host.name}.a import f")
+    engine = Engine([feature("x", host.patch("a:f", tag("a")), host.patch("user:f", tag("user")))], host.name)
+    original = host.load("a").f
+    if first == "copy":
+        host.load("user")
+    engine.reconcile(["x"])
+    a, user = host.load("a"), host.load("user")
+    assert (a.f(1), user.f(1)) == (("a", ("f", 1)), ("user", ("f", 1)))
+    assert engine.enabled == {"x"} and not engine.dropped
+    engine.reconcile([])
+    assert a.f is user.f is original
+
+
 def test_a_feature_reverted_before_the_import_never_applies(host, feature):
     host.write("late", MODULE)
     engine = Engine([feature("x", host.patch("late:f", tag("x")))], host.name)
@@ -299,7 +315,7 @@ def test_pdl_is_not_on_after_the_feature_was_dropped(host, feature):
     engine.reconcile(["pdl"])
     assert contract.pdl() is True
     host.load("late")
-    assert contract.pdl() is False
+    assert contract.pdl() is None
 
 
 def test_a_failed_import_of_a_required_feature_is_remembered(host, feature):
@@ -372,7 +388,7 @@ def test_only_patches_of_the_engines_host_apply(host, feature):
 def test_pdl_follows_the_pdl_feature(host, feature):
     engine = Engine([feature("pdl"), feature("x")], host.name)
     engine.reconcile(["x"])
-    assert contract.pdl() is False
+    assert contract.pdl() is None
     engine.reconcile(["pdl"])
     assert contract.pdl() is True
     contract.set_pdl(None)

@@ -177,12 +177,21 @@ def test_a_feature_dropped_at_a_later_import_leaves_the_key_and_the_statuses(two
 
 
 @pytest.mark.parametrize(
-    ("default", "flag", "pdl"), [("auto", "", True), ("off", "", None), ("auto", "off", False), ("off", "on", True), ("auto", "0%", False)]
+    ("default", "environ", "pdl"),
+    [
+        ("auto", {}, True),
+        ("off", {}, None),
+        ("auto", {"LLDECODE_PDL": "off"}, False),
+        ("auto", {"LLDECODE_FEATURES": "pdl=off"}, False),
+        ("off", {"LLDECODE_PDL": "on"}, True),
+        ("auto", {"LLDECODE_PDL": "0%"}, None),
+        ("auto", {"LLDECODE_OFF": "pdl"}, None),
+    ],
 )
-def test_pdl_flag_reaches_the_adapters(vllm, install, default, flag, pdl):
+def test_pdl_flag_reaches_the_adapters(vllm, install, default, environ, pdl):
     contract.set_pdl(None)
     install("pdl", f"from lldecode.feature import Feature\nFEATURE = Feature('pdl', '', (), default={default!r})")
-    os.environ["LLDECODE_PDL"] = flag
+    os.environ.update(environ)
     plugin.register()
     assert contract.pdl() is pdl
     contract.set_pdl(None)

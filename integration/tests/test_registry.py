@@ -81,6 +81,25 @@ def test_fingerprint_follows_what_is_on(install, only_fakes):
     assert prints[0] == registry.fingerprint(list(reversed(survey({}).values())))
 
 
+def test_fingerprint_follows_what_features_read_by_themselves(install, only_fakes, monkeypatch):
+    install("one", good("one"))
+    install("pdl", good("pdl"))
+    off = [survey(e) for e in ({"LLDECODE_OFF": "pdl"}, {"LLDECODE_PDL": "off"})]
+    prints = [registry.fingerprint(list(s.values())) for s in off]
+    monkeypatch.setenv("LLDECODE_SKINNY_GEMM_LAYERS", "*.o_proj")
+    prints.append(registry.fingerprint(list(off[0].values())))
+    assert len(set(prints)) == 3
+
+
+def test_only_a_flag_that_says_off_is_for_every_kernel(install, only_fakes, monkeypatch):
+    monkeypatch.setattr(registry, "catalog", lambda: {"pdl": "lldecode-pdl"})
+    assert survey({})["pdl"].state == "not installed"
+    assert not registry.says_no_pdl(list(survey({}).values()))
+    install("pdl", good("pdl"))
+    said = {"": False, "off": True, "on": False, "0%": False}
+    assert {v: registry.says_no_pdl(list(survey({"LLDECODE_PDL": v}).values())) for v in said} == said
+
+
 def test_fingerprint_follows_the_source(install, only_fakes, tmp_path):
     install("one", good("one"))
     before = registry.fingerprint(list(survey({}).values()))

@@ -182,7 +182,7 @@ class Engine:
 
     def _tell_pdl(self) -> None:
         if "pdl" in self._features:
-            set_pdl("pdl" in self._enabled)
+            set_pdl(True if "pdl" in self._enabled else None)
 
     def _plan(self, wanted: dict[str, list[tuple[str, Patch]]], targets: Iterable[str]) -> list[tuple[str, _Site, tuple[str, ...], Any]]:
         plan = []
@@ -229,13 +229,16 @@ class Engine:
             owner = operator.attrgetter(path)(owner) if path else owner
         except AttributeError:
             raise RefusedError(_names(chain), f"{module} has no {path}") from None
-        original = vars(owner).get(name, _MISSING)
+        original = current = vars(owner).get(name, _MISSING)
         found = source.definition(target)
+        defined = self._sites.get(f"{found.module}:{attr}")
+        if defined and current is defined.current:  # a module that bound the definition after it was patched
+            original = defined.original
         if (original is _MISSING) != (found.hash == ABSENT) or not _is_from(original, found):
             raise RefusedError(_names(chain), f"{target} was changed by somebody else: it is now {_describe(original)}")
         if not path and found.module == module:
             self._check_copies(target, original, chain)
-        return _Site(owner, name, original, original)
+        return _Site(owner, name, original, current)
 
     def _check_copies(self, target: str, original: Any, chain: list[tuple[str, Patch]]) -> None:
         """A module that did `from x import f` before the patch would go on calling the original."""

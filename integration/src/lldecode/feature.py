@@ -157,9 +157,9 @@ _pdl: bool | None = None
 
 
 def pdl() -> bool | None:
-    """Whether kernels launch with programmatic dependent launch: the state of the ``pdl`` feature.
+    """Whether kernels launch with programmatic dependent launch: True where the ``pdl`` feature is applied, False where its flag says off.
 
-    None where it is not installed, or off by its default: then an adapter does what stock vLLM does at its seam.
+    Else None (not installed, refused, off by default or by ``LLDECODE_OFF``): then an adapter does what stock vLLM does at its seam.
     """
     return _pdl
 

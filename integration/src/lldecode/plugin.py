@@ -53,8 +53,8 @@ def register() -> None:
         return
     _log_as_vllm()
     _active = _apply(registry.survey(_context(), os.environ))
-    if any(s.name == "pdl" and s.state == "off" and s.setting.source != "default" for s in _active.statuses):
-        set_pdl(False)  # said by the user; on is the engine's to say
+    if registry.says_no_pdl(_active.statuses):
+        set_pdl(False)
     for s in _active.statuses:
         if s.state != "not installed":
             where = f"{s.setting.value}, {s.setting.source}"

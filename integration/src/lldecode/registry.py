@@ -105,9 +105,16 @@ def _status(
 
 
 def fingerprint(statuses: list[Status]) -> str:
-    """12 hex digits over name, version and source of every feature that is on; ``none`` where none is."""
+    """12 hex digits over every feature that is on, with its version and source, and the options of features; ``none`` where none is on."""
     on = sorted(f"{s.name}={s.version}:{source.package_sha(s.package)}" for s in statuses if s.state == "on")
-    return hashlib.sha256("\n".join(on).encode()).hexdigest()[:12] if on else "none"
+    options = [f"{name}={os.environ.get(name, '').strip()}" for name in sorted(flags.OPTIONS)] + [f"pdl off: {says_no_pdl(statuses)}"]
+    return hashlib.sha256("\n".join(on + options).encode()).hexdigest()[:12] if on else "none"
+
+
+def says_no_pdl(statuses: list[Status]) -> bool:
+    """A user's "off" is for every kernel; a kill switch, or a share that leaves this replica out, is as if pdl were not installed."""
+    stock = ("default", "LLDECODE_OFF")
+    return any((s.name, s.state, s.setting.value) == ("pdl", "off", "off") and s.setting.source not in stock for s in statuses)
 
 
 def cuda_context() -> Context:
