@@ -88,6 +88,9 @@ def test_real_shapes_run_without_a_host_synchronization(model, shapes):
         assert layers[0].kv_cache.shape[1:] == (64, 656)
         outs = layer.step(layers, state)
         assert outs[-1].hidden.shape == (16, layers[0].dims.hidden_size)
+        mtp, states = layer.build_draft(layer.MODELS[model], state, 2)
+        assert mtp.head.shape == ({"glm52": 19360, "dsv32": 16160}[model], layers[0].dims.hidden_size)
+        assert layer.propose(mtp, states, outs[-1].hidden)[-1].tokens.shape == (16,)
 
 
 def test_layer_without_indexer_leaves_the_selection_alone(built):
@@ -142,6 +145,100 @@ def test_every_seam_is_looked_up_at_the_call(built):
     # per layer qkv_a, q_b, o and the shared expert's two; with an indexer also wq_b and wk_weights_proj
     assert calls == each | {"linear": 2 * 5 + 2, "bmm": 4, "fused_add_rms_norm": 4, "silu_and_mul": 4, "sparse_attn_indexer": 1}
     assert torch.equal(stock[-1].hidden, counted[-1].hidden)
+
+
+@pytest.fixture(scope="module")
+def drafting():
+    """By model: a draft layer, the states of 3 steps, and the hidden state that they start from."""
+
+    def make(model):
+        layers, state = layer.build(dims(model), 3, 67, "cpu", spec=3)
+        return (*layer.build_draft(dims(model), state, 3), layer.step(layers, state)[0].hidden)
+
+    return functools.cache(make)
+
+
+@pytest.mark.parametrize("model", layer.MODELS)
+def test_each_draft_step_is_fed_by_the_one_before(drafting, model):
+    mtp, states, hidden = drafting(model)
+    d = mtp.block.dims
+    for state in states:
+        layer.poison(mtp.block, state)
+    drafts = layer.propose(mtp, states, hidden)
+    tokens = states[0].tokens
+    for i, (state, draft) in enumerate(zip(states, drafts, strict=True)):
+        assert state.positions.tolist() == [66 + i, 65 + i, 64 + i] and (state.seq_lens == state.positions + 1).all()
+        assert all(t.isfinite().all() for t in layer.written(mtp.block, state).values())
+        assert draft.out.hidden.isfinite().all() and draft.logits.shape == (3, d.vocab_size)
+        assert torch.equal(draft.tokens, draft.logits.argmax(-1)) and draft.tokens.dtype == torch.int64
+        again = layer.draft_step(mtp, state, tokens, hidden)
+        assert all(torch.equal(a, b) for a, b in zip(again[:3], draft[:3], strict=True))
+        other = layer.draft_step(mtp, state, (tokens + 1) % d.vocab_size, hidden)
+        assert not torch.equal(other.hidden, draft.hidden)
+        layer.draft_step(mtp, state, tokens, hidden)
+        tokens, hidden = draft.tokens, draft.hidden
+    assert len({tuple(s.slot_mapping.tolist()) for s in states}) == 3
+
+
+def test_draft_steps_write_where_the_block_table_says():
+    _, state = layer.build(dims("glm52"), 2, 64, "cpu", spec=3)
+    _, states = layer.build_draft(dims("glm52"), state, 3)
+    for i, each in enumerate(states):
+        for row in range(2):
+            position = 63 - row + i
+            assert each.slot_mapping[row] == state.block_table[row, position // 64] * 64 + position % 64
+    assert layer.build(dims("glm52"), 2, 64, "cpu")[1].block_table.shape == (2, 1)
+    assert states[0].topk_indices is states[1].topk_indices and states[0].topk_indices is not state.topk_indices
+
+
+def test_draft_hidden_is_normed_once_and_recycled(drafting):
+    mtp, states, hidden = drafting("glm52")
+    draft = layer.draft_step(mtp, states[0], states[0].tokens, hidden)
+    total = draft.out.hidden.double() + draft.out.residual.double()
+    want = total / (total.square().mean(-1, keepdim=True) + mtp.block.dims.rms_norm_eps).sqrt() * mtp.norm.double()
+    assert (draft.hidden.double() - want).norm() / want.norm() < 0.01
+    logits = want @ mtp.head.double().T
+    assert (draft.logits.double() - logits).norm() / logits.norm() < 0.01
+
+
+def test_joined_norms_of_a_draft_input():
+    generator = torch.Generator().manual_seed(8)
+    embeds, previous = torch.randn(3, 32, generator=generator), torch.randn(3, 32, generator=generator)
+    e, h = torch.rand(32, generator=generator), torch.rand(32, generator=generator)
+    got = layer.fused_eh_norm(torch.tensor([4, 0, 1]), embeds, previous, e, h, 1e-5)
+    assert (got[1, :32] == 0).all()
+    for row in (0, 2):
+        for half, x, w in ((got[row, :32], embeds[row], e), (got[row, 32:], previous[row], h)):
+            assert torch.allclose(half.double(), x.double() / (x.double().square().mean() + 1e-5).sqrt() * w, atol=1e-5)
+
+
+def test_layer_without_residual_starts_from_its_input(built):
+    layers, state = built("glm52", "fp8_ds_mla", 1)
+    zero = layer.decoder_layer(layers[0], state, state.hidden, torch.zeros_like(state.hidden))
+    assert all(torch.equal(a, b) for a, b in zip(zero, layer.decoder_layer(layers[0], state, state.hidden, None), strict=True))
+
+
+def test_draft_step_without_indexer_reads_the_selection_of_the_one_before(drafting):
+    mtp, states, hidden = drafting("glm52")
+    first = layer.draft_step(mtp, states[0], states[0].tokens, hidden)
+    selected = states[0].topk_indices.clone()
+    bare = dataclasses.replace(mtp, block=dataclasses.replace(mtp.block, indexer=None))
+    seen = []
+    watched = [dataclasses.replace(s, on_topk=lambda indices: seen.append(indices.clone())) for s in states[1:]]
+    layer.multi_step_decode(bare, watched, first.tokens, first.hidden)
+    assert len(seen) == 2 and all(torch.equal(s, selected) for s in seen)
+
+
+def test_every_seam_of_a_draft_is_looked_up_at_the_call(drafting, monkeypatch):
+    mtp, states, hidden = drafting("glm52")
+    calls = collections.Counter()
+    for name in (*SEAMS, "step", "draft_step", "multi_step_decode", "fused_eh_norm"):
+        original = getattr(layer, name)
+        monkeypatch.setattr(layer, name, lambda *a, name=name, f=original, **k: (calls.update([name]), f(*a, **k))[1])
+    layer.propose(mtp, states, hidden)
+    each = dict.fromkeys((*SEAMS, "step", "draft_step", "fused_eh_norm"), 3)
+    # beside the layer's own seven, eh_proj and the head; the input norm is not fused with an addition, the final one is
+    assert calls == each | {"multi_step_decode": 1, "linear": 3 * 9, "bmm": 6, "fused_add_rms_norm": 6, "silu_and_mul": 6}
 
 
 def test_ue8m0_scale_is_the_exact_power_of_two():
@@ -298,6 +395,8 @@ for interleave in (True, False):
         kw = dict(has_indexer=True, index_rope_interleave=interleave, quantize_mqa=quantize)
         for name, a, b in zip(("index_q", "weights", "mqa_q"), vllm.fused_q(*args, 0.1, 0.2, **kw), layer.fused_q(*args, 0.1, 0.2, **kw)):
             close(b, a, f"fused_q {name} {interleave} {quantize} {'fp8' if quantize or name != 'mqa_q' else 'bf16'}")
+args = (torch.tensor([0, 5, 9]), rand(T, 128), rand(T, 128), rand(128), rand(128), 1e-6)
+close(layer.fused_eh_norm(*args), vllm.fused_eh_norm(*args), "fused_eh_norm bf16")
 print("equal")
 """
 

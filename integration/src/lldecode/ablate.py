@@ -12,9 +12,8 @@ import os
 import pathlib
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -39,7 +38,7 @@ TOPK_FLOOR = 0.01
 CPU_NOTE = "CPU: scaled-down shapes, reference implementations; these times say nothing about a GPU"
 
 _VLLM_ONLY = ("load_format", "input_len", "output_len", "tensor_parallel_size", "max_model_len", "engine_args", "profile")
-_LAYER_ONLY = ("context", "layers")
+_LAYER_ONLY = ("context", "layers", "spec")
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -55,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", metavar="PATH", help=f"also draw them ({', '.join(_PLOT_SUFFIXES)})")
     embedded = parser.add_argument_group("engine layer")
     embedded.add_argument("--layers", help="decoder layers in the chain (default 4)")
+    embedded.add_argument("--spec", help="MTP draft steps after them; 0 for the layers alone (default 3)")
     embedded.add_argument("--context", help="tokens in the cache of the longest request (default: 4096 on a GPU, 512 on a CPU)")
     vllm = parser.add_argument_group("engine vllm")
     vllm.add_argument("--load-format", help="as vLLM's (default auto; dummy needs no weights)")
@@ -63,6 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vllm.add_argument("--tensor-parallel-size", help="as vLLM's (default 1)")
     vllm.add_argument("--max-model-len", help="as vLLM's (default: what the lengths above need)")
     vllm.add_argument("--engine-args", metavar="JSON", help="any other arguments of vllm.LLM, as a JSON object")
+    vllm.add_argument(
+        "--at-once", metavar="N", help="engines that start together, each with its memory; they measure one by one (default 1)"
+    )
     vllm.add_argument("--profile", nargs="?", const="15", metavar="N", help="GPU time a token of the N largest kernels (default 15)")
 
 
@@ -113,12 +116,12 @@ def _terminate(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def positive(name: str, text: str | None, default: int) -> int:
-    """The value of option `name`; ValueError unless it is a whole number from 1."""
+def positive(name: str, text: str | None, default: int, least: int = 1) -> int:
+    """The value of option `name`; ValueError unless it is a whole number from `least`."""
     if text is None:
         return default
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError(f"--{name}: expected a whole number from 1, got {text!r}")
+    if not text.strip().isdecimal() or int(text) < least:
+        raise ValueError(f"--{name}: expected a whole number from {least}, got {text!r}")
     return int(text)
 
 
@@ -194,7 +197,8 @@ class Result:
 
     Attributes:
         features: the combination's, comma-separated.
-        us_p20, us_p50, us_p80: microseconds a layer, or a token with vLLM; None where the check failed.
+        us_p20, us_p50, us_p80: microseconds a step of all layers and draft steps, a layer where none is drafted, or a token with vLLM;
+            None where the check failed.
         speedup: of the p50 over no feature's.
         max_err: the error that comes closest to (or furthest beyond) its bound; None where nothing was compared or it is infinite.
         bound: what it may be.
@@ -311,7 +315,8 @@ def show(report: Report) -> None:
     for combo, kernels in report.kernels.items():
         table = Table("µs a token", "launches a token", "kernel", title=f"GPU time by kernel, {combo}")
         for k in kernels:
-            table.add_row(f"{k['us']:.1f}", f"{k['launches']:.1f}", escape(textwrap.shorten(k["kernel"], 100, placeholder=" ...")))
+            name = k["kernel"] if len(k["kernel"]) <= 100 else k["kernel"][:99] + "…"
+            table.add_row(f"{k['us']:.1f}", f"{k['launches']:.1f}", escape(name))
         console.print(table)
     if not report.ok:
         console.print("A combination failed or differs from stock by more than its bound.", style="red")
@@ -359,7 +364,17 @@ class Inputs:
     """What one layer of the stock chain started from, and the positions that its attention read."""
 
     hidden: Tensor
-    residual: Tensor
+    residual: Tensor | None
+    topk_before: Tensor
+    topk_used: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftInputs:
+    """What one draft step of stock started from, the first step's selection after that step, and the positions its attention read."""
+
+    tokens: Tensor
+    hidden: Tensor
     topk_before: Tensor
     topk_used: Tensor
 
@@ -384,8 +399,15 @@ def observe_on(layers: list[layer.Layer], state: layer.State, inputs: Sequence[I
     return [_observe(each, state, i.hidden, i.residual, i.topk_before, i.topk_used) for each, i in zip(layers, inputs, strict=True)]
 
 
-def _observe(each: layer.Layer, state: layer.State, hidden: Tensor, residual: Tensor, before: Tensor, used: Tensor | None) -> Record:
+def _observe(each: layer.Layer, state: layer.State, hidden: Tensor, residual: Tensor | None, before: Tensor, used: Tensor | None) -> Record:
     record: Record = {}
+    watched = _watch(each, state, before, used, record)
+    out = layer.decoder_layer(each, watched, hidden, residual)
+    return {**record, **out._asdict(), **layer.written(each, state)}
+
+
+def _watch(each: layer.Layer, state: layer.State, before: Tensor, used: Tensor | None, record: Record) -> layer.State:
+    """The state with `before` in its top-k buffer and caches poisoned, which records the selection, then replaces it by `used`."""
 
     def on_topk(indices: Tensor) -> None:
         record["topk_indices"] = indices.clone()
@@ -394,19 +416,60 @@ def _observe(each: layer.Layer, state: layer.State, hidden: Tensor, residual: Te
 
     state.topk_indices.copy_(before)
     layer.poison(each, state)
-    out = layer.decoder_layer(each, dataclasses.replace(state, on_topk=on_topk), hidden, residual)
-    return {**record, **out._asdict(), **layer.written(each, state)}
+    return dataclasses.replace(state, on_topk=on_topk)
 
 
-def moved(inputs: Sequence[Inputs]) -> list[Inputs]:
+def observe_draft(mtp: layer.Mtp, states: list[layer.State], hidden: Tensor) -> tuple[list[DraftInputs], list[Record]]:
+    """Run the draft steps and record all that each computes, and what :func:`observe_draft_on` needs to repeat it."""
+    inputs: list[DraftInputs] = []
+    records: list[Record] = []
+    tokens, before = states[0].tokens, torch.full_like(states[0].topk_indices, -1)
+    for i, state in enumerate(states):
+        records.append(_observe_draft(mtp, state, i, tokens, hidden, before, None))
+        inputs.append(DraftInputs(tokens, hidden, before, records[-1]["topk_indices"]))
+        tokens, hidden, before = records[-1]["tokens"], records[-1]["normed"], inputs[0].topk_used
+    return inputs, records
+
+
+def observe_draft_on(mtp: layer.Mtp, states: list[layer.State], inputs: Sequence[DraftInputs]) -> list[Record]:
+    """Record each draft step on its given inputs, as :func:`observe_on` does.
+
+    A step after the first finds the first's selection in the buffer, as it does where it selects none itself.
+    """
+    return [
+        _observe_draft(mtp, state, n, i.tokens, i.hidden, i.topk_before, i.topk_used)
+        for n, (state, i) in enumerate(zip(states, inputs, strict=True))
+    ]
+
+
+def _observe_draft(
+    mtp: layer.Mtp, state: layer.State, n: int, tokens: Tensor, hidden: Tensor, before: Tensor, used: Tensor | None
+) -> Record:
+    record: Record = {}
+    watched = _watch(mtp.block, state, before, used, record)
+    (draft,) = [layer.draft_step(mtp, watched, tokens, hidden)] if n == 0 else layer.multi_step_decode(mtp, [watched], tokens, hidden)
+    written = layer.written(mtp.block, state)
+    if n > 0:
+        del written["index_k"]  # read by this proposal's selections alone, which are compared; the next proposal writes it anew
+    drafted = {"tokens": draft.tokens, "normed": draft.hidden, "logits": draft.logits}
+    return {**record, **draft.out._asdict(), **drafted, **written}
+
+
+_Given = TypeVar("_Given", Inputs, DraftInputs)
+
+
+def moved(inputs: Sequence[_Given]) -> list[_Given]:
     """The inputs with each activation moved by about one bf16 ulp up or down, at random and seeded."""
+    if not inputs:
+        return []
     generator = torch.Generator(inputs[0].hidden.device).manual_seed(1)
 
     def move(x: Tensor) -> Tensor:
         sign = torch.empty(x.shape, device=x.device).uniform_(-1, 1, generator=generator).sign()
         return (x.float() * (1 + sign * 2**-8)).to(x.dtype)
 
-    return [dataclasses.replace(i, hidden=move(i.hidden), residual=move(i.residual)) for i in inputs]
+    floats = ("hidden", "residual")
+    return [dataclasses.replace(i, **{n: move(x) for n in floats if (x := getattr(i, n, None)) is not None}) for i in inputs]
 
 
 def errors(each: layer.Layer, stock: Record, got: Record) -> dict[str, float]:
@@ -414,8 +477,9 @@ def errors(each: layer.Layer, stock: Record, got: Record) -> dict[str, float]:
 
     Floats: Frobenius norm of the difference over that of stock. ``topk_indices``: share of the selected positions that
     differ, order aside; infinite where one repeats or is out of range. ``topk_ids``: share of the tokens whose experts are not
-    those that stock chooses from the *same* logits; the layer's output is compared for tokens with stock's experts only,
-    since a near tie in the logits rightly changes it.
+    those that stock chooses from the *same* logits; the layer's output, and what a draft step makes of it, is compared for tokens
+    with stock's experts only, since a near tie in the logits rightly changes it. ``tokens``: share of those drafted that are not
+    the first best of the *same* logits.
     """
     out: dict[str, float] = {}
     same = _sorted(stock["topk_ids"]).eq(_sorted(got["topk_ids"])).all(-1)
@@ -439,11 +503,28 @@ def errors(each: layer.Layer, stock: Record, got: Record) -> dict[str, float]:
                 each.e_score_correction_bias,
             )[1]
             out[name] = 1.0 - _sorted(of_same_logits).eq(_sorted(have)).all(-1).float().mean().item()
+        elif name == "tokens":
+            out[name] = got["logits"].argmax(-1).ne(have).float().mean().item()
         else:
-            want, have = (want[same], have[same]) if name == "hidden" else (want, have)
+            want, have = (want[same], have[same]) if name in ("hidden", "normed", "logits") else (want, have)
             scale = want.float().norm()
             error = ((have.float() - want.float()).norm() / scale.clamp(min=torch.finfo(torch.float32).tiny)).item()
             out[name] = error if error == error else torch.inf
+    return out
+
+
+def draft_errors(mtp: layer.Mtp, stock: Sequence[Record], got: Sequence[Record]) -> list[dict[str, float]]:
+    """:func:`errors` of each draft step, under names that begin with "draft".
+
+    A step after the first may select what stock selects there, or what stock's first step selected: which of the two makes the
+    better draft is the model's matter, and no token of the target depends on it. All else is compared on stock's own selection.
+    """
+    out = []
+    for n, (want, have) in enumerate(zip(stock, got, strict=True)):
+        errs = errors(mtp.block, want, have)
+        if n > 0:
+            errs["topk_indices"] = min(errs["topk_indices"], _set_difference(stock[0]["topk_indices"], have["topk_indices"]))
+        out.append({f"draft {name}": err for name, err in errs.items()})
     return out
 
 
@@ -476,7 +557,7 @@ def worst(each: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def judge(errs: Mapping[str, float], floors: Mapping[str, float]) -> Verdict:
     """Hold errors against :data:`MARGIN` times stock's own, and report the quantity that stands worst against its bound."""
-    bounds = {name: 0.0 if name == "topk_ids" else MARGIN * floor for name, floor in floors.items()}
+    bounds = {name: 0.0 if name.endswith(("topk_ids", "tokens")) else MARGIN * floor for name, floor in floors.items()}
 
     def excess(name: str) -> float:
         return errs[name] / bounds[name] if bounds[name] else (torch.inf if errs[name] else 0.0)
@@ -503,6 +584,7 @@ def _layer_run(args: argparse.Namespace) -> Callable[[], Report]:
     sizes = batches(args.batch)
     options = {
         "layers": positive("layers", args.layers, 4),
+        "spec": positive("spec", args.spec, 3, least=0),
         "context": positive("context", args.context, 4096 if on_gpu else 512),
         "rounds": positive("rounds", args.rounds, 30 if on_gpu else 5),
     }
@@ -520,6 +602,7 @@ def measure_layers(
     statuses: Sequence[registry.Status],
     *,
     layers: int,
+    spec: int,
     context: int,
     rounds: int,
     quiet: bool = True,
@@ -539,9 +622,9 @@ def measure_layers(
     try:
         with progress(len(sizes) * (len(combos) + rounds), quiet) as step:
             step("building the layers")
-            stack, state = layer.build(dims, sizes[-1], context, device, layers=layers)
+            chain = Chain.build(dims, sizes[-1], context, device, layers, spec)
             for size in sizes:
-                results += _measure_size(engine, combos, stack, state.head(size), device, rounds, step)
+                results += _measure_size(engine, combos, chain.head(size), device, rounds, step)
     finally:
         torch.set_num_threads(threads)
         engine.reconcile(())
@@ -554,10 +637,10 @@ def measure_layers(
     return Report(
         engine="layer",
         model=dims.name,
-        unit="µs a layer",
+        unit="µs a step" if spec else "µs a layer",
         note="" if device.type == "cuda" else CPU_NOTE,
         gpu=bench.gpu_name(),
-        parameters={"layers": layers, "context": context, "rounds": rounds},
+        parameters={"layers": layers, "spec": spec, "context": context, "rounds": rounds},
         versions=versions(),
         utc=bench.utc(),
         features=list(notes.values()),
@@ -574,37 +657,74 @@ def _note(status: registry.Status) -> FeatureNote:
     return FeatureNote(status.name, status.version, "measured")
 
 
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """What is measured: decoder layers, then the draft steps that start from the output of the last one."""
+
+    layers: list[layer.Layer]
+    state: layer.State
+    mtp: layer.Mtp | None
+    draft_states: list[layer.State]
+
+    @classmethod
+    def build(cls, dims: layer.Dims, batch: int, context: int, device: torch.device, layers: int, spec: int) -> "Chain":
+        stack, state = layer.build(dims, batch, context, device, layers=layers, spec=spec)
+        mtp, draft_states = layer.build_draft(dims, state, spec) if spec else (None, [])
+        return cls(stack, state, mtp, draft_states)
+
+    def head(self, batch: int) -> "Chain":
+        return Chain(self.layers, self.state.head(batch), self.mtp, [s.head(batch) for s in self.draft_states])
+
+    def run(self) -> None:
+        outs = layer.step(self.layers, self.state)
+        if self.mtp:
+            layer.propose(self.mtp, self.draft_states, outs[-1].hidden)
+
+    def observe(self) -> tuple[tuple[list[Inputs], list[DraftInputs]], tuple[list[Record], list[Record]]]:
+        """What stock's layers and draft steps started from, and what they computed."""
+        inputs, records = observe(self.layers, self.state)
+        drafts = observe_draft(self.mtp, self.draft_states, records[-1]["hidden"]) if self.mtp else ([], [])
+        return (inputs, drafts[0]), (records, drafts[1])
+
+    def observe_on(self, inputs: Sequence[Inputs], drafts: Sequence[DraftInputs]) -> tuple[list[Record], list[Record]]:
+        return observe_on(self.layers, self.state, inputs), observe_draft_on(self.mtp, self.draft_states, drafts) if self.mtp else []
+
+    def errors(self, stock: tuple[list[Record], list[Record]], got: tuple[list[Record], list[Record]]) -> dict[str, float]:
+        """The largest of each quantity; must run with no feature applied."""
+        of_layers = [errors(each, *pair) for each, *pair in zip(self.layers, stock[0], got[0], strict=True)]
+        return worst(of_layers + (draft_errors(self.mtp, stock[1], got[1]) if self.mtp else []))
+
+
 def _measure_size(
     engine: Engine,
     combos: Mapping[str, frozenset[str]],
-    layers: list[layer.Layer],
-    state: layer.State,
+    chain: Chain,
     device: torch.device,
     rounds: int,
     step: Callable[[str], None],
 ) -> list[Result]:
-    batch = len(state.hidden)
+    batch = len(chain.state.hidden)
     engine.reconcile(())
-    inputs, stock = observe(layers, state)
-    shaken = observe_on(layers, state, moved(inputs))
-    floors = worst([errors(each, *pair) for each, *pair in zip(layers, stock, shaken, strict=True)])
-    if state.seq_lens.max() > layers[0].dims.index_topk:
-        floors["topk_indices"] = max(floors["topk_indices"], TOPK_FLOOR)
-    records: dict[str, list[Record]] = {}
+    inputs, stock = chain.observe()
+    floors = chain.errors(stock, chain.observe_on(moved(inputs[0]), moved(inputs[1])))
+    for states, name in (([chain.state], "topk_indices"), (chain.draft_states, "draft topk_indices")):
+        if any(s.seq_lens.max() > chain.layers[0].dims.index_topk for s in states):
+            floors[name] = max(floors[name], TOPK_FLOOR)
+    records: dict[str, tuple[list[Record], list[Record]]] = {}
     replays: dict[str, Callable[[], None]] = {}
     verdicts: dict[str, Verdict] = {}
     for combo, chosen in combos.items():
         step(f"batch {batch}: checking {combo}")
         try:
             engine.reconcile(chosen)
-            records[combo] = observe_on(layers, state, inputs)
-            replays[combo] = bench.capture([lambda: layer.step(layers, state)], device)
+            records[combo] = chain.observe_on(*inputs)
+            replays[combo] = bench.capture([chain.run], device)
         except Exception as e:  # one feature's failure must not cost the other combinations' results
             verdicts[combo] = Verdict(False, f"{type(e).__name__}: {e}")
     engine.reconcile(())
     for combo, record in records.items():
         if combo not in verdicts:
-            verdicts[combo] = judge(worst([errors(each, *pair) for each, *pair in zip(layers, stock, record, strict=True)]), floors)
+            verdicts[combo] = judge(chain.errors(stock, record), floors)
     samples = bench.time_rounds(
         {combo: replay for combo, replay in replays.items() if verdicts[combo].ok},
         rounds=rounds,
@@ -612,5 +732,6 @@ def _measure_size(
         before=(lambda combo: engine.reconcile(combos[combo])) if device.type == "cpu" else None,
         after_round=lambda: step(f"batch {batch}: timing"),
     )
-    per_layer = {combo: [us / len(layers) for us in values] for combo, values in samples.items()}
-    return [result(combo, chosen, batch, per_layer.get(combo), per_layer.get("none"), verdicts[combo]) for combo, chosen in combos.items()]
+    share = 1 if chain.mtp else len(chain.layers)
+    each = {combo: [us / share for us in values] for combo, values in samples.items()}
+    return [result(combo, chosen, batch, each.get(combo), each.get("none"), verdicts[combo]) for combo, chosen in combos.items()]

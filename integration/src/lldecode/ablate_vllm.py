@@ -1,12 +1,14 @@
 """``lldecode ablate --engine vllm``: each combination of features in its own process, through vLLM's offline engine.
 
 The parent decides which features can run (``lldecode doctor``), starts one worker a combination with every flag set
-explicitly, and compares what the workers report. A worker is ``python -m lldecode.ablate_vllm SPEC RESULT``: SPEC is a JSON
-object, RESULT the file that receives one JSON line.
+explicitly, and compares what the workers report. A worker is ``python -m lldecode.ablate_vllm SPEC DIR``: SPEC is a JSON
+object; the file ``ready`` in DIR says that its engine has started, it measures when it reads a line from stdin, and the file
+``result`` receives one JSON line. So workers can start together, and each still measures alone.
 """
 
 import argparse
 import collections
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -96,8 +98,9 @@ def prepare(args: argparse.Namespace) -> Callable[[], Report]:
     }
     llm |= _engine_args(args.engine_args)
     spec = Spec(sizes, input_len, output_len, positive("rounds", args.rounds, 5), positive("profile", args.profile, 0), llm)
+    at_once = positive("at-once", args.at_once, 1)
     wanted, environ = choose(args.features)
-    return lambda: measure(spec, wanted, environ, quiet=args.json)
+    return lambda: measure(spec, wanted, environ, at_once=at_once, quiet=args.json)
 
 
 def _engine_args(text: str | None) -> dict[str, Any]:
@@ -110,16 +113,18 @@ def _engine_args(text: str | None) -> dict[str, Any]:
     return value
 
 
-def measure(spec: Spec, wanted: Sequence[str], environ: Mapping[str, str], *, quiet: bool = True) -> Report:
-    """Run the ablation; no worker outlives it."""
+def measure(spec: Spec, wanted: Sequence[str], environ: Mapping[str, str], *, at_once: int = 1, quiet: bool = True) -> Report:
+    """Run the ablation, `at_once` workers starting together; no worker outlives it."""
     notes = _survey(wanted, environ)
     measured = [name for name, note in notes.items() if note.state == "measured"]
     combos = combinations(measured)
+    installed = sorted(registry.entry_points())
+    environs = {combo: worker_environ(environ, installed, chosen) for combo, chosen in combos.items()}
     outcomes: dict[str, dict[str, Any] | str] = {}
-    with progress(len(combos), quiet) as step:
-        for combo, chosen in combos.items():
-            step(combo)
-            outcomes[combo] = run_worker(spec, worker_environ(environ, sorted(registry.entry_points()), chosen))
+    names = list(combos)
+    with progress(2 * len(names), quiet) as step:
+        for i in range(0, len(names), at_once):
+            outcomes |= run_workers(spec, {name: environs[name] for name in names[i : i + at_once]}, step)
     for name in notes:
         counts: collections.Counter[str] = collections.Counter()
         for outcome in outcomes.values():
@@ -161,34 +166,52 @@ def _survey(wanted: Sequence[str], environ: Mapping[str, str]) -> dict[str, Feat
 
 
 def worker_environ(environ: Mapping[str, str], installed: Sequence[str], chosen: frozenset[str]) -> dict[str, str]:
-    """The environment of one combination: each installed feature ``on`` or ``off`` by its own flag, and no other flag."""
-    overriding = {"LLDECODE_OFF", "LLDECODE_FEATURES", "LLDECODE_CONFIG"}
-    return {k: v for k, v in environ.items() if k not in overriding} | {
-        flags.env_name(name): "on" if name in chosen else "off" for name in installed
+    """The environment of one combination: the chosen features ``on``, the others as if they were not installed, and no other flag."""
+    ours = {"LLDECODE_FEATURES", "LLDECODE_CONFIG", *map(flags.env_name, installed)}
+    return {k: v for k, v in environ.items() if k not in ours} | {
+        "LLDECODE_OFF": ",".join(name for name in installed if name not in chosen),
+        **{flags.env_name(name): "on" for name in chosen},
     }
 
 
-def run_worker(spec: Spec, environ: Mapping[str, str]) -> dict[str, Any] | str:
-    """Run one worker to its end.
+def run_workers(spec: Spec, environs: Mapping[str, Mapping[str, str]], step: Callable[[str], None]) -> dict[str, dict[str, Any] | str]:
+    """Start one worker for each environment, and when all have started let one after the other measure.
 
     Returns:
-        What it reported, or why it reported nothing, with the end of its log.
+        By name, what the worker reported, or why it reported nothing, with the end of its log.
     """
-    with tempfile.TemporaryDirectory(prefix="lldecode-ablate-") as tmp:
-        log, out = pathlib.Path(tmp, "log"), pathlib.Path(tmp, "result")
-        command = [*WORKER, json.dumps(dataclasses.asdict(spec)), str(out)]
-        with log.open("wb") as f:
-            process = subprocess.Popen(command, env=dict(environ), stdout=f, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            code = process.wait()
-        finally:
-            _end(process)
-        text = out.read_text() if out.is_file() else ""
-        if code == 0 and text:
-            return json.loads(text)
-        why = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL:])
-        return f"worker failed: {why}\n{tail}"
+    with tempfile.TemporaryDirectory(prefix="lldecode-ablate-") as tmp, contextlib.ExitStack() as ending:
+        workers: dict[str, subprocess.Popen[bytes]] = {}
+        for i, (name, environ) in enumerate(environs.items()):
+            step(f"starting {name}")
+            directory = pathlib.Path(tmp, str(i))
+            directory.mkdir()
+            command = [*WORKER, json.dumps(dataclasses.asdict(spec)), str(directory)]
+            with (directory / "log").open("wb") as log:
+                workers[name] = subprocess.Popen(
+                    command, env=dict(environ), stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            ending.callback(_end, workers[name])
+        directories = {name: pathlib.Path(tmp, str(i)) for i, name in enumerate(environs)}
+        while any(w.poll() is None and not (directories[name] / "ready").exists() for name, w in workers.items()):
+            time.sleep(0.2)
+        outcomes = {}
+        for name, worker in workers.items():
+            step(f"measuring {name}")
+            worker.communicate(b"\n")
+            outcomes[name] = _outcome(worker.returncode, directories[name])
+            _end(worker)  # what it leaves behind would hold the GPU's memory
+        return outcomes
+
+
+def _outcome(code: int, directory: pathlib.Path) -> dict[str, Any] | str:
+    out = directory / "result"
+    text = out.read_text() if out.is_file() else ""
+    if code == 0 and text:
+        return json.loads(text)
+    why = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+    tail = "\n".join((directory / "log").read_text(errors="replace").splitlines()[-LOG_TAIL:])
+    return f"worker failed: {why}\n{tail}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -298,11 +321,12 @@ class WorkerExtension:
         return out
 
 
-def work(spec: Spec) -> dict[str, Any]:
-    """The worker: everything that one combination's process measures."""
+def work(spec: Spec, started: Callable[[], object]) -> dict[str, Any]:
+    """The worker: everything that one combination's process measures, once `started`, called with the engine up, returns."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(**spec.llm, worker_extension_cls="lldecode.ablate_vllm.WorkerExtension")
+    started()
     rng = random.Random(0)
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
     prompts = [{"prompt_token_ids": [rng.randrange(vocabulary) for _ in range(spec.input_len)]} for _ in range(spec.batches[-1])]
@@ -367,10 +391,15 @@ def top_kernels(
 
 
 def main(argv: Sequence[str]) -> None:
-    spec, out = argv
+    spec, directory = argv[0], pathlib.Path(argv[1])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # a parent that is killed must not leave the GPU occupied
-    report = work(Spec(**json.loads(spec)))
-    pathlib.Path(out).write_text(json.dumps(report) + "\n")
+
+    def started() -> None:
+        (directory / "ready").touch()
+        sys.stdin.readline()
+
+    report = work(Spec(**json.loads(spec)), started)
+    (directory / "result").write_text(json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Decode through GLM-5.2 or DeepSeek-V3.2 layers, one tensor-parallel rank's share, in plain torch: what ``lldecode ablate`` measures.
+"""Decode through GLM-5.2 or DeepSeek-V3.2 layers and their MTP draft, one tensor-parallel rank's share: what ``lldecode ablate`` measures.
 
-Each step is a module function with the name and arguments of the call that vLLM 0.26.0 makes there
+In plain torch. Each step is a module function with the name and arguments of the call that vLLM 0.26.0 makes there
 (``vllm/models/deepseek_v32/nvidia``), looked up at each call, so that a feature patches ``lldecode.layer:<function>`` with
 the wrapper it uses in vLLM. Steps that vLLM reaches through its forward context take the needed tensors instead. Nothing
 synchronizes with the host, so that a step can be captured in a CUDA graph.
@@ -30,6 +30,8 @@ class Dims:
         num_heads: attention heads of this rank.
         moe_intermediate_size: of this rank, for routed and shared experts alike.
         index_topk_freq: one layer in this many has an indexer; the others reuse its top-k.
+        vocab_size: of this rank.
+        index_share_for_mtp_iteration: the model was trained to reuse the first draft step's top-k in those after it.
         indexer_rope_interleave: adjacent pairs rotate (GLM-5.2) rather than the two halves (DeepSeek-V3.2).
         router_dtype: of the router logits.
         kv_cache_dtype: ``fp8_ds_mla`` (fp8 latent with a scale per 128, bf16 RoPE part, bf16 query) or ``fp8`` (one
@@ -50,6 +52,8 @@ class Dims:
     rms_norm_eps: float
     rope_theta: float
     router_dtype: torch.dtype
+    vocab_size: int
+    index_share_for_mtp_iteration: bool
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
     index_head_dim: int = 128
@@ -90,6 +94,7 @@ class Dims:
             index_topk=128,
             n_routed_experts=32,
             moe_intermediate_size=64,
+            vocab_size=512,
         )
 
 
@@ -108,6 +113,8 @@ GLM52 = Dims(
     rms_norm_eps=1e-5,
     rope_theta=1e6,
     router_dtype=torch.float32,
+    vocab_size=154880 // 8,
+    index_share_for_mtp_iteration=True,
 )
 DSV32 = Dims(
     name="dsv32",
@@ -124,6 +131,8 @@ DSV32 = Dims(
     rms_norm_eps=1e-6,
     rope_theta=1e4,
     router_dtype=torch.bfloat16,
+    vocab_size=129280 // 8,
+    index_share_for_mtp_iteration=False,
 )
 MODELS = {d.name: d for d in (GLM52, DSV32)}
 
@@ -174,11 +183,31 @@ class Layer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Mtp:
+    """Weights ``[out, in]`` of the layer that drafts (multi-token prediction): embedding, projection, one decoder layer, LM head.
+
+    Attributes:
+        norm: of the draft's hidden state, before the head and before it is the next step's input.
+        embed_tokens, head: ``[vocab_size, hidden_size]``.
+        block: has an indexer.
+    """
+
+    embed_tokens: Tensor
+    enorm: Tensor
+    hnorm: Tensor
+    eh_proj: Tensor
+    block: Layer
+    norm: Tensor
+    head: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
 class State:
     """Input and metadata of one decode step of a batch, shared by its layers.
 
     Attributes:
-        hidden, residual: ``[batch, hidden_size]``.
+        hidden, residual: ``[batch, hidden_size]``; the residual is None where the first layer starts from `hidden` alone.
+        tokens: int64 ``[batch]``; the sampled tokens from which a draft starts.
         positions, slot_mapping: int64 ``[batch]``; the slot is where the token's keys go in the caches.
         seq_lens, req_id: int32 ``[batch]``.
         block_table: int32 ``[batch, blocks of a request]``.
@@ -189,7 +218,8 @@ class State:
     """
 
     hidden: Tensor
-    residual: Tensor
+    residual: Tensor | None
+    tokens: Tensor
     positions: Tensor
     slot_mapping: Tensor
     seq_lens: Tensor
@@ -223,12 +253,37 @@ class Out(NamedTuple):
     topk_ids: Tensor
 
 
+class Draft(NamedTuple):
+    """What one draft step computed.
+
+    Attributes:
+        tokens: int64 ``[batch]``, the next step's input.
+        hidden: ``[batch, hidden_size]``, normed, the next step's other input.
+        logits: ``[batch, vocab_size]``.
+        out: of its decoder layer.
+    """
+
+    tokens: Tensor
+    hidden: Tensor
+    logits: Tensor
+    out: Out
+
+
 def build(
-    dims: Dims, batch: int, context: int, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, *, layers: int = 1, seed: int = 0
+    dims: Dims,
+    batch: int,
+    context: int,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    layers: int = 1,
+    spec: int = 0,
+    seed: int = 0,
 ) -> tuple[list[Layer], State]:
     """Random, seeded layers with filled caches, and the state of `batch` requests that decode their token number `context`.
 
-    Request ``i`` is ``i`` tokens shorter than `context`, and the caches' blocks are dealt out in random order.
+    Request ``i`` is ``i`` tokens shorter than `context`, and the caches' blocks are dealt out in random order, with room for `spec`
+    draft steps (:func:`build_draft`).
 
     Raises:
         ValueError: a count is not positive, or `context` is not larger than `batch`.
@@ -237,8 +292,27 @@ def build(
         if value < least:
             raise ValueError(f"{name}: expected at least {least}, got {value}")
     make = _Maker(dims, torch.device(device), dtype, seed)
-    state = make.state(batch, context)
+    state = make.state(batch, context, context + max(0, spec - 1))
     return [make.layer(state, with_indexer=i % dims.index_topk_freq == 0) for i in range(layers)], state
+
+
+def build_draft(dims: Dims, state: State, spec: int, *, seed: int = 1) -> tuple[Mtp, list[State]]:
+    """A random, seeded draft layer, and the state of each of `spec` draft steps after `state`, whose `build` made room for them.
+
+    Step ``i`` is at the position ``i`` after the state's, and step 0 at the same, as in vLLM. The steps share a top-k buffer.
+    """
+    make = _Maker(dims, state.hidden.device, state.hidden.dtype, seed)
+    topk = torch.full_like(state.topk_indices, -1)
+    states = []
+    for i in range(spec):
+        positions = state.positions + i
+        slots = _slots(state.block_table, positions)
+        states.append(dataclasses.replace(state, positions=positions, slot_mapping=slots, seq_lens=state.seq_lens + i, topk_indices=topk))
+    return make.mtp(state), states
+
+
+def _slots(block_table: Tensor, positions: Tensor) -> Tensor:
+    return block_table.gather(1, positions[:, None] // BLOCK_SIZE)[:, 0].long() * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
 class _Maker:
@@ -256,21 +330,21 @@ class _Maker:
     def norm(self, size: int) -> Tensor:
         return self.normal(size, mean=1.0, std=0.1)
 
-    def state(self, batch: int, context: int) -> State:
+    def state(self, batch: int, context: int, room: int) -> State:
         d, dev = self.dims, self.device
-        blocks = math.ceil(context / BLOCK_SIZE)
+        blocks = math.ceil(room / BLOCK_SIZE)
         block_table = torch.randperm(batch * blocks, generator=self.generator, device=dev).to(torch.int32).view(batch, blocks)
         req_id = torch.arange(batch, dtype=torch.int32, device=dev)
         seq_lens = context - req_id
         positions = seq_lens.long() - 1
-        slot_mapping = block_table.gather(1, positions[:, None] // BLOCK_SIZE)[:, 0].long() * BLOCK_SIZE + positions % BLOCK_SIZE
         inv_freq = d.rope_theta ** (-torch.arange(0, d.qk_rope_head_dim, 2, device=dev) / d.qk_rope_head_dim)
-        angles = torch.arange(context, device=dev)[:, None] * inv_freq
+        angles = torch.arange(room, device=dev)[:, None] * inv_freq
         return State(
             hidden=self.normal(batch, d.hidden_size),
             residual=self.normal(batch, d.hidden_size),
+            tokens=positions % d.vocab_size,
             positions=positions,
-            slot_mapping=slot_mapping,
+            slot_mapping=_slots(block_table, positions),
             seq_lens=seq_lens,
             req_id=req_id,
             block_table=block_table,
@@ -320,6 +394,18 @@ class _Maker:
             indexer=indexer,
         )
 
+    def mtp(self, state: State) -> Mtp:
+        d = self.dims
+        return Mtp(
+            embed_tokens=self.normal(d.vocab_size, d.hidden_size),
+            enorm=self.norm(d.hidden_size),
+            hnorm=self.norm(d.hidden_size),
+            eh_proj=self.weight(d.hidden_size, 2 * d.hidden_size),
+            block=self.layer(state, with_indexer=True),
+            norm=self.norm(d.hidden_size),
+            head=self.weight(d.vocab_size, d.hidden_size),
+        )
+
 
 def poison(layer: Layer, state: State) -> None:
     """Fill with NaN what the next step must write to the layer's caches."""
@@ -348,9 +434,39 @@ def step(layers: list[Layer], state: State) -> list[Out]:
     return outs
 
 
-def decoder_layer(layer: Layer, state: State, hidden: Tensor, residual: Tensor) -> Out:
+def propose(mtp: Mtp, states: list[State], hidden: Tensor) -> list[Draft]:
+    """One draft step for each of `states`, the first from its tokens and the target's `hidden` ``[batch, hidden_size]``.
+
+    In vLLM the first step also covers the tokens that the target has just verified; here it is one token a request, as the others.
+    """
+    first = draft_step(mtp, states[0], states[0].tokens, hidden)
+    return [first, *multi_step_decode(mtp, states[1:], first.tokens, first.hidden)]
+
+
+def multi_step_decode(mtp: Mtp, states: list[State], tokens: Tensor, hidden: Tensor) -> list[Draft]:
+    """The draft steps after the first, each fed by the one before."""
+    drafts: list[Draft] = []
+    for state in states:
+        drafts.append(draft_step(mtp, state, tokens, hidden))
+        tokens, hidden = drafts[-1].tokens, drafts[-1].hidden
+    return drafts
+
+
+def draft_step(mtp: Mtp, state: State, tokens: Tensor, hidden: Tensor) -> Draft:
+    eps = mtp.block.dims.rms_norm_eps
+    joined = fused_eh_norm(state.positions, F.embedding(tokens, mtp.embed_tokens), hidden, mtp.enorm, mtp.hnorm, eps)
+    (out,) = step([mtp.block], dataclasses.replace(state, hidden=linear(joined, mtp.eh_proj), residual=None))
+    hidden, _ = fused_add_rms_norm(out.hidden, out.residual, mtp.norm, eps)
+    logits = linear(hidden, mtp.head)
+    return Draft(logits.argmax(-1), hidden, logits, out)
+
+
+def decoder_layer(layer: Layer, state: State, hidden: Tensor, residual: Tensor | None) -> Out:
     eps = layer.dims.rms_norm_eps
-    hidden, residual = fused_add_rms_norm(hidden, residual, layer.input_layernorm, eps)
+    if residual is None:
+        hidden, residual = F.rms_norm(hidden, hidden.shape[-1:], layer.input_layernorm, eps), hidden
+    else:
+        hidden, residual = fused_add_rms_norm(hidden, residual, layer.input_layernorm, eps)
     hidden = attention(layer, state, hidden)
     hidden, residual = fused_add_rms_norm(hidden, residual, layer.post_attention_layernorm, eps)
     hidden, router_logits, topk_ids = moe(layer, hidden)
@@ -445,6 +561,14 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     """(norm of the sum, the sum), both of x's shape and dtype."""
     residual = x + residual
     return F.rms_norm(residual, residual.shape[-1:], weight, eps), residual
+
+
+def fused_eh_norm(
+    positions: Tensor, inputs_embeds: Tensor, previous_hidden: Tensor, enorm_w: Tensor, hnorm_w: Tensor, eps: float
+) -> Tensor:
+    """Both inputs ``[M, N]`` of a draft step, normalized side by side ``[M, 2 N]``; the embedding at position 0 counts as zero."""
+    embeds = inputs_embeds.masked_fill((positions == 0)[:, None], 0)
+    return torch.cat([_rms_norm(embeds, enorm_w, eps), _rms_norm(previous_hidden, hnorm_w, eps)], -1).to(inputs_embeds.dtype)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
