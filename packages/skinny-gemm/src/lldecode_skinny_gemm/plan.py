@@ -1,0 +1,79 @@
+"""Which kernel takes a product: measured plans per GPU and shape, and a stated rule where nothing was measured."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+from lldecode.plan import SIZES, Gemm, Plans
+
+PLANS = Plans("skinny-gemm", Path(__file__).with_name("kernel.py"))
+
+Tile = tuple[int, int, int, int, int]
+"""What of a kernel's config is tuned: rows, cluster, warps, stages, wide; see ``kernel.Config``."""
+FUSED_A = Gemm(2112, 7168)
+"""What vLLM's ``dsv3_fused_a_gemm`` is built for, in bf16 and for M <= 16."""
+_WARPS = {8: 0, 4: 2, 16: 2, 6: 3, 2: 4}  # and how late each is tried
+_SMEM = 227 * 1024
+_HALF = 104 * 1024  # of a multiprocessor: the next kernel's first CTA fits beside it, and prefetches its weights
+
+
+def tokens(m: int) -> int:
+    """The kernel's token tile for M."""
+    return 8 if m <= 8 else 16 if m <= 16 else 32
+
+
+def cost(sms: int, shape: Gemm, m: int, rows: int, cluster: int) -> float:
+    """Bytes that the busiest multiprocessor loads, weights and activations, and a few percent for the meeting of a cluster."""
+    ctas = shape.batch * -(-shape.n // rows) * cluster
+    return -(-ctas // sms) * (rows + m) * shape.k / cluster * (1 + 0.02 * cluster)
+
+
+def candidates(sms: int, shape: Gemm, m: int) -> list[Tile]:
+    """Tiles worth measuring: the first choice of every (rows, cluster) by ascending :func:`cost`, then the second ones, and so on.
+
+    Preferred are 8 warps, then a queue that leaves half of the multiprocessor to the next kernel. Where weights are large, what
+    moves 1.4 times the bytes of the best is left out.
+    """
+    unit = 64 if shape.n_major else 8
+    found: dict[tuple[int, int, int], Tile] = {}
+    for cluster, per_sm, (warps, rank), wide, half in itertools.product((1, 2, 4, 8), (1, 2, 4), _WARPS.items(), (2, 1), (True, False)):
+        rows = max(1, -(-shape.batch * shape.n * cluster // (sms * per_sm * unit))) * unit
+        steps = -(-shape.k // (32 * wide * warps * cluster))
+        sums = warps * tokens(m) * (-(-rows // 16) * 64 + 16)  # fp32 of each warp, in the place of its queue
+        free = _SMEM - tokens(m) * rows * 4 - 64
+        stages = min((min(_HALF, free) if half else free) // per_sm // (warps * wide * rows * 64), steps)
+        idle = steps * 32 * wide * warps * cluster / shape.k > 1.25
+        registers = -(-rows // 16) * tokens(m) // 2 + rows // 2  # sums and weights of a step
+        if idle or steps > 32 or rows > 192 or stages < min(2, steps) or sums > free or registers > (64 if warps == 16 else 176):
+            continue
+        slot = rows, cluster, rank + (not half)
+        if slot not in found or math.prod(found[slot][3:]) < stages * wide:
+            found[slot] = rows, cluster, warps, stages, wide
+    bytes_moved = {slot: cost(sms, shape, m, *slot[:2]) for slot in found}
+    limit = 1.4 * min(bytes_moved.values(), default=0) if shape.batch * shape.n * shape.k > 1 << 22 else math.inf
+    order = sorted((slot[2], bytes_moved[slot], slot) for slot in found if bytes_moved[slot] <= limit)
+    return list(dict.fromkeys(found[slot] for *_, slot in order))
+
+
+def heuristic(sms: int, shape: Gemm, m: int, fused_a: bool) -> tuple[str, Tile | None]:
+    """What takes a shape that was not measured: up to 16 tokens the kernel with the first of :func:`candidates`, else cuBLAS.
+
+    DeepSeek's fused QKV keeps vLLM's own kernel where it is (`fused_a`).
+    """
+    if m > 16 or not (tiles := candidates(sms, shape, m)):
+        return "cublas", None
+    return ("fused_a", None) if fused_a else ("lldecode", tiles[0])
+
+
+def choose(gpu: str, sms: int, shape: Gemm, m: int, fused_a: bool = False) -> tuple[str, Any]:
+    """What takes `shape` at M = m, ``lldecode`` with its tile, ``cublas`` or ``fused_a``: by a plan, else by :func:`heuristic`.
+
+    Args:
+        gpu, sms: name and multiprocessors of the device.
+        m: at most 32.
+        fused_a: vLLM's ``dsv3_fused_a_gemm`` takes this product.
+    """
+    m = next(size for size in SIZES if size >= m)  # so that a warm-up of these has compiled all
+    provider, tile = PLANS.choice(gpu, shape, m, () if fused_a else ("fused_a",)) or heuristic(sms, shape, m, fused_a)
+    return provider, tile and tuple(tile)

@@ -1,0 +1,177 @@
+"""Seams in vLLM 0.26.0: the unquantized linears of the DSA models, their absorbed products and LM head.
+
+A constructed model's linears are marked, and vLLM's methods of an unquantized layer give those that are to the op: whatever looks
+at a layer or its method (weight loading, LoRA, MLA's absorption) finds vLLM's own. The absorbed weights become a parameter that
+answers ``torch.bmm``, and MTP's ``eh_proj``, a plain ``nn.Linear``, gets a subclass.
+"""
+
+import collections
+import fnmatch
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lldecode.feature import Context, Feature, Patch, decline, pdl
+from lldecode_skinny_gemm import op
+
+logger = logging.getLogger("lldecode")
+NAME = "skinny-gemm"
+LAYERS = os.environ.get("LLDECODE_SKINNY_GEMM_LAYERS", "").strip() or "*"
+"""Comma-separated patterns of module names (``*.eh_proj``) that may be taken."""
+
+
+def probe(ctx: Context) -> str | None:
+    """Why the kernel cannot run here, or None."""
+    if missing := {"nvidia-cutlass-dsl", "apache-tvm-ffi"} - set(ctx.versions):
+        return f"{min(missing)} is not installed"
+    return ctx.unproven(op.ARCHS)
+
+
+def _pdl() -> bool:
+    return pdl() is not False  # the kernel waits for what it reads, so it may launch early unless the user says otherwise
+
+
+def _linear(original: Callable[[], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The op where it takes these arguments at every M, which a compiler must not branch on; else what vLLM does."""
+    reason = "bias" if bias is not None else None if x.ndim == 2 else f"x: expected two dimensions, got {x.ndim}"
+    if not torch.compiler.is_compiling() and (reason := reason or op.supports(x, weight)):
+        decline(NAME, reason)
+    return original() if reason else torch.ops.lldecode.skinny_gemm(x, weight, None, _pdl())
+
+
+def _bmm(original: Callable[..., Tensor], x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    if reason := op.supports(x, weight.mT, out=out):
+        decline(NAME, reason)
+        return original(x, weight, out=out)
+    return op.skinny_bmm(x, weight, out=out, pdl=_pdl())
+
+
+class _Linear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return _linear(functools.partial(super().forward, input), input, self.weight, self.bias)
+
+
+class _Absorbed(nn.Parameter):
+    """``W_UK_T`` or ``W_UV`` ``[H, K, N]``: answers ``torch.bmm`` with the op, everything else as a plain parameter."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.bmm and type(args[1]) is cls:
+                func, args = functools.partial(_bmm, func), (args[0], args[1].detach())
+            return func(*args, **(kwargs or {}))
+
+
+def take(model: nn.Module, prefix: str = "") -> dict[str, int]:
+    """Mark the unquantized bf16 and fp16 linears of a model for the op, and log which.
+
+    Returns:
+        count by kind: the last part of the name and the weight's N x K; ``absorbed`` for an attention's two products.
+    """
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+    taken: collections.Counter[str] = collections.Counter()
+    for name, m in model.named_modules(prefix=prefix):
+        weight, method = getattr(m, "weight", None), type(getattr(m, "quant_method", None))
+        half = getattr(weight, "dtype", None) in (torch.bfloat16, torch.float16) and not isinstance(m, GateLinear)
+        plain = isinstance(m, LinearBase | ParallelLMHead) and method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+        # An attention's absorbed weights are not there yet; they are bf16 also where the checkpoint is quantized. They stand for kv_b_proj.
+        fits = isinstance(m, MLAAttention) or (half and (plain or type(m) is nn.Linear) and not name.endswith("kv_b_proj"))
+        if fits and any(fnmatch.fnmatchcase(name, p.strip()) for p in LAYERS.split(",")):
+            m.lldecode_skinny_gemm = True
+            if type(m) is nn.Linear:
+                m.__class__ = _Linear
+            m._use_min_latency_gemm = False  # of DeepSeekV2FusedQkvAProjLinear: the op knows that kernel too
+            taken["absorbed" if weight is None else f"{name.rsplit('.', 1)[-1]} {weight.shape[0]}x{weight.shape[1]}"] += 1
+    logger.info("%s: took %s", NAME, ", ".join(f"{n} x {kind}" for kind, n in taken.items()) or "nothing")
+    return dict(taken)
+
+
+def _refusal(vllm_config: Any) -> str | None:
+    import vllm.envs as envs
+
+    if not hasattr(vllm_config.model_config.hf_config, "index_topk"):
+        return "a model without index_topk"
+    return "LoRA" if vllm_config.lora_config else "VLLM_BATCH_INVARIANT" if envs.VLLM_BATCH_INVARIANT else None
+
+
+def _init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        original(self, vllm_config=vllm_config, prefix=prefix)
+        from vllm.model_executor.warmup.cutedsl_warmup import register_cutedsl_warmup_provider
+
+        if reason := _refusal(vllm_config):
+            return decline(NAME, reason)
+        take(self, prefix)
+        self.get_cutedsl_warmup_compile_units = functools.partial(_units, self)
+        register_cutedsl_warmup_provider(self)
+
+    return __init__
+
+
+def _units(model: nn.Module) -> list[Any]:
+    """For vLLM's CuTe DSL warm-up: one compile unit for each distinct weight that was taken."""
+    from vllm.model_executor.warmup.cutedsl_warmup import CuTeDSLCompileUnit
+
+    taken = [m for m in model.modules() if hasattr(m, "lldecode_skinny_gemm")]
+    weights = [getattr(m, name).detach() for m in taken for name in ("weight", "W_UK_T", "W_UV") if hasattr(m, name)]
+    found = {(NAME, tuple(w.shape), w.stride(), w.dtype, w.device): w if w.ndim == 2 else w.mT for w in weights if w.is_cuda}
+    return [CuTeDSLCompileUnit(NAME, key, functools.partial(op.warmup, w, _pdl())) for key, w in found.items()]
+
+
+def _absorb(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def process_weights_after_loading(self: Any, act_dtype: torch.dtype) -> None:
+        original(self, act_dtype)
+        for name in ("W_UK_T", "W_UV") if hasattr(self, "lldecode_skinny_gemm") else ():
+            self.register_parameter(name, torch.Tensor._make_subclass(_Absorbed, getattr(self, name).data, False))
+
+    return process_weights_after_loading
+
+
+def _apply(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def apply(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        stock = functools.partial(original, self, layer, x, bias)
+        return _linear(stock, x, layer.weight, bias) if hasattr(layer, "lldecode_skinny_gemm") else stock()
+
+    return apply
+
+
+def _layer_linear(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return functools.wraps(original)(lambda x, weight: _linear(functools.partial(original, x, weight), x, weight))
+
+
+_REMOVE = "vLLM's own small-M GEMMs cover SM90 and SM100 and measure as fast (0.33.0: three projections, SM103 and SM107)"
+_MODELS, _LAYERS = "vllm.model_executor.models", "vllm.model_executor.layers"
+_TAKE = f"takes, of fused_qkv_a_proj, q_b_proj, o_proj, wq_b, wk_weights_proj, MLPs, eh_proj and LM head, what matches {LAYERS}"
+_GIVE, _ABSORB = "gives the layers taken to the op", "has the absorbed weights of an attention that was taken answer torch.bmm with the op"
+_PATCHES = (
+    (f"{_MODELS}.deepseek_v2:DeepseekV2ForCausalLM.__init__", _init, _TAKE, "62535be1bf79770e"),
+    (f"{_MODELS}.deepseek_mtp:DeepSeekMultiTokenPredictor.__init__", _init, _TAKE, "740134d856e2bc7d"),
+    ("vllm.models.deepseek_v32.nvidia.mtp:DeepseekV32MTP.__init__", _init, _TAKE, "01e9366a106c2202"),
+    (f"{_LAYERS}.linear:UnquantizedLinearMethod.apply", _apply, _GIVE, "ba0c0bd11ca697b7"),
+    (f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply", _apply, _GIVE, "ba0c0bd11ca697b7"),
+    (f"{_LAYERS}.attention.mla_attention:MLAAttention.process_weights_after_loading", _absorb, _ABSORB, "0b85fc65af81cda9"),
+)
+
+FEATURE = Feature(
+    name=NAME,
+    summary="small-M bf16 GEMMs of the decode path: linears, absorbed MLA products, MTP projection, LM head",
+    probe=probe,
+    superseded_by="in part: vLLM 0.28.0 on SM103, 0.33.0 on SM107",
+    patches=(
+        *(Patch(target, wrap, why, _REMOVE, frozenset({source})) for target, wrap, why, source in _PATCHES),
+        Patch("lldecode.layer:linear", _layer_linear, "the same call in the embedded layer", "with the feature"),
+        Patch("lldecode.layer:bmm", lambda bmm: functools.partial(_bmm, bmm), "the same call in the embedded layer", "with the feature"),
+    ),
+)
