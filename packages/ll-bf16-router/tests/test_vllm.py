@@ -131,7 +131,7 @@ def seam(tmp_path_factory):
     from lldecode.testing_vllm import run_vllm, tiny_model
 
     # the plugin leaves this feature alone: this engine is the test's own
-    done = run_vllm(SEAM, str(tiny_model(tmp_path_factory.mktemp("model"))), env={"LLDECODE_LL_BF16_ROUTER": "off"})
+    done = run_vllm(SEAM, str(tiny_model(tmp_path_factory.mktemp("model"))), env={"LLDECODE_OFF": "all"})
     return json.loads(done.stdout.split("RESULT")[1])
 
 
