@@ -1,0 +1,22 @@
+"""The feature: what the draft steps, the layers and the ranks of MTP speculation in vLLM 0.26.0 need not do again."""
+
+from lldecode.feature import Context, Feature
+from lldecode_mtp_spec import vllm_hooks, vllm_ranks, vllm_sharing, vllm_slots
+
+ARCHS = ((9, 0), (10, 0), (10, 3))
+"""Compute capabilities of the GPUs that vLLM 0.26.0's ``deepseek_v32`` class runs on."""
+
+
+def probe(ctx: Context) -> str | None:
+    """Why the feature cannot run here, or None. What a model or a configuration does not fit is declined where it is loaded."""
+    return ctx.unproven(ARCHS) or vllm_sharing.invalid_share()
+
+
+FEATURE = Feature(
+    name="mtp-spec",
+    summary="MTP: one top-k for all draft steps, index conversion once an indexer, all-reduce in the final norm, local argmax",
+    patches=(*vllm_hooks.PATCHES, *vllm_sharing.PATCHES, *vllm_slots.PATCHES, *vllm_ranks.PATCHES),
+    probe=probe,
+    default="off",  # until it has run and been measured on a GPU
+    superseded_by="vLLM 0.28.0 (#49793), the index conversion by 0.30.0",
+)

@@ -1,0 +1,155 @@
+"""Seams in vLLM 0.26.0 where a draft step meets the other tensor-parallel ranks: the all-reduce before the final norm, and the argmax.
+
+Every choice here depends on shapes and the environment alone, so that all ranks make the same one.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lldecode.feature import ABSENT, Patch, decline
+from lldecode_mtp_spec.vllm_sharing import SHARE
+
+LOCAL_ARGMAX = "LLDECODE_MTP_SPEC_LOCAL_ARGMAX"
+"""Environment variable: the largest batch whose greedy draft tokens come from one argmax a rank; 0, the default, is never."""
+
+
+def local_argmax_batch() -> int:
+    """The value of :data:`LOCAL_ARGMAX`.
+
+    Raises:
+        ValueError: it is not a whole number.
+    """
+    text = os.environ.get(LOCAL_ARGMAX, "").strip() or "0"
+    if not text.isdecimal():
+        raise ValueError(f"{LOCAL_ARGMAX}: expected a batch size, or 0 for never, got {text!r}")
+    return int(text)
+
+
+def _can_use_flashinfer(original: Callable[..., tuple[bool, int]]) -> Callable[..., tuple[bool, int]]:
+    @functools.wraps(original)
+    def can_use_flashinfer(hidden_states: Tensor, tp_size: int) -> tuple[bool, int]:
+        from vllm.model_executor.layers import fused_allreduce_gemma_rms_norm as held
+
+        ok, max_token_num = original(hidden_states, tp_size)
+        if not ok:
+            return ok, max_token_num
+        tokens, hidden = hidden_states.shape
+        # The process has one workspace, sized by whoever asked first.
+        workspace = held.get_fi_ar_workspace(
+            world_size=tp_size,
+            rank=held.get_tensor_model_parallel_rank(),
+            max_token_num=max_token_num,
+            hidden_dim=hidden,
+            dtype=hidden_states.dtype,
+            group=held.get_tp_group().device_group,
+        )
+        if workspace.is_buffer_size_sufficient(tp_size=tp_size, num_tokens=tokens, hidden_dim=hidden, dtype=hidden_states.dtype):
+            return ok, max_token_num
+        decline("mtp-spec", f"all-reduce + norm: the workspace is too small for {tokens} tokens of {hidden}")
+        return False, 0
+
+    return can_use_flashinfer
+
+
+def _layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(
+        self: Any,
+        input_ids: Tensor,
+        positions: Tensor,
+        previous_hidden_states: Tensor,
+        inputs_embeds: Tensor | None = None,
+        spec_step_index: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        from vllm.models.deepseek_v32.nvidia import fused_ops, mtp
+
+        if self.mtp_block.use_sequence_parallel_moe:  # the block has reduced its output; its rows are gathered there
+            return original(self, input_ids, positions, previous_hidden_states, inputs_embeds, spec_step_index)
+        weights = self.enorm.weight, self.hnorm.weight
+        joined = mtp.fused_eh_norm(positions, inputs_embeds, previous_hidden_states, *weights, self.enorm.variance_epsilon)
+        partial, residual = self.mtp_block(positions=positions, hidden_states=self.eh_proj(joined), residual=None)
+        normed, _ = fused_ops.fused_allreduce_rms_norm(partial, residual, self.shared_head.norm)
+        return normed, normed
+
+    return forward
+
+
+def _get_top_tokens(self: Any, hidden_states: Tensor, spec_step_idx: int = 0) -> Tensor:
+    """``DeepseekV32MTP.get_top_tokens``: int64 ``[batch]``, what ``compute_logits(...).argmax(-1)`` gives.
+
+    vLLM's ``LogitsProcessor.get_top_tokens`` does it, with ``torch.argmax``'s rules over the whole vocabulary: of equal logits the
+    smallest id, the first NaN before any number, id 0 where all are -inf. Padding is -inf and never first.
+    """
+    predictor = self.model
+    layer = predictor.layers[str(predictor.mtp_start_layer_idx + spec_step_idx % predictor.num_mtp_layers)]
+    return predictor.logits_processor.get_top_tokens(layer.shared_head.head, hidden_states)
+
+
+def _greedy_sample_draft(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    largest = local_argmax_batch()
+
+    @functools.wraps(original)
+    def greedy_sample_draft(self: Any, hidden_states: Tensor) -> Tensor:
+        if 0 < len(hidden_states) <= largest and getattr(type(self.model), "get_top_tokens", None) is _get_top_tokens:
+            return self.model.get_top_tokens(hidden_states)
+        return original(self, hidden_states)
+
+    return greedy_sample_draft
+
+
+def _layer_multi_step_decode(original: Callable[..., Any]) -> Callable[..., Any]:
+    """In ``lldecode.layer`` a decoder layer without indexer reuses the top-k in the buffer: here the first draft step's."""
+
+    @functools.wraps(original)
+    def multi_step_decode(mtp: Any, *args: Any) -> Any:
+        share = os.environ.get(SHARE, "").strip() or str(int(mtp.block.dims.index_share_for_mtp_iteration))
+        if share != "1":
+            decline("mtp-spec", f"top-k sharing: index_share_for_mtp_iteration, or {SHARE}: expected 1, got {share}")
+            return original(mtp, *args)
+        return original(dataclasses.replace(mtp, block=dataclasses.replace(mtp.block, indexer=None)), *args)
+
+    return multi_step_decode
+
+
+_DSA = "vllm.models.deepseek_v32.nvidia"
+_LAYERS = "vllm.model_executor.layers"
+_SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator"
+
+
+def _patch(target: str, wrap: Callable[[Any], Any], why: str, remove_when: str, *expects: str) -> Patch:
+    return Patch(target, wrap, why, remove_when, frozenset(expects))
+
+
+PATCHES: tuple[Patch, ...] = (
+    *(
+        _patch(f"{module}:_can_use_flashinfer", _can_use_flashinfer, "asks the workspace's size first", "vLLM >= 0.29", "4c219afcae94bffa")
+        for module in (f"{_LAYERS}.fused_allreduce_gemma_rms_norm", f"{_DSA}.fused_ops")
+    ),
+    _patch(
+        f"{_DSA}.mtp:DeepseekV32MultiTokenPredictorLayer.forward",
+        _layer_forward,
+        "reduces the block's output inside the final norm",
+        "vLLM >= 0.28",
+        "f076ba8aed8da77a",
+    ),
+    _patch(
+        f"{_DSA}.mtp:DeepseekV32MTP.get_top_tokens",
+        lambda original: _get_top_tokens,
+        "each rank's argmax, then (value, id) pairs",
+        "vLLM >= 0.28",
+        ABSENT,
+    ),
+    _patch(
+        f"{_SPECULATOR}._greedy_sample_draft",
+        _greedy_sample_draft,
+        f"uses it up to {LOCAL_ARGMAX}",
+        "vLLM chooses by batch size itself",
+        "c55ebf95e3085ef5",
+    ),
+    _patch("lldecode.layer:multi_step_decode", _layer_multi_step_decode, "shares one top-k among draft steps", "with the feature"),
+)
