@@ -544,7 +544,7 @@ def _alive(pid):
 def fake_vllm(monkeypatch):
     """A ``vllm`` whose LLM takes 0.5 s a call and 1 ms a token on a clock of its own."""
     clock = [0.0]
-    made = types.SimpleNamespace(kwargs=None, prompts=None)
+    made = types.SimpleNamespace(kwargs=None, prompts=None, calls=[])
 
     class LLM:
         def __init__(self, **kwargs):
@@ -560,7 +560,13 @@ def fake_vllm(monkeypatch):
             output = types.SimpleNamespace(token_ids=tokens, logprobs=found if params.logprobs else None)
             return [types.SimpleNamespace(outputs=[output]) for _ in prompts]
 
+        def reset_prefix_cache(self):
+            pass
+
         def collective_rpc(self, method):
+            made.calls.append(method)
+            if method == "lldecode_spread":
+                return [None]
             return [getattr(ablate_vllm.WorkerExtension(), method)()]
 
     fake = types.ModuleType("vllm")
@@ -587,12 +593,50 @@ def test_worker_times_a_token_by_the_difference_of_two_lengths(fake_vllm, tmp_pa
 
 
 def test_kernels_are_counted_per_decoded_token():
-    before, after = {"a": (10, 100.0)}, {"a": (30, 500.0), "b": (40, 80.0), "c": (1, 1.0)}
+    before = {"a": (10, 100.0), ablate_vllm.BUSY: (10, 90.0)}
+    after = {"a": (30, 500.0), "b": (40, 80.0), "c": (1, 1.0), ablate_vllm.BUSY: (71, 540.0)}
     assert ablate_vllm.top_kernels(before, after, 10, 2) == [
         {"kernel": "a", "launches": 2.0, "us": 40.0},
         {"kernel": "b", "launches": 4.0, "us": 8.0},
         {"kernel": "all kernels", "launches": pytest.approx(6.1), "us": pytest.approx(48.1)},
+        {"kernel": ablate_vllm.BUSY, "launches": pytest.approx(6.1), "us": pytest.approx(45.0)},
     ]
+
+
+def test_overlapping_kernels_count_once():
+    assert ablate_vllm.union([(5, 6), (0, 3), (1, 2), (2, 4)]) == 5
+    assert ablate_vllm.union([]) == 0
+
+
+def test_spread_weights_keep_the_variance_and_norms_are_one():
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.W_UK_T, self.W_UV = torch.empty(4, 24, 64), torch.nn.Parameter(torch.empty(4, 64, 40))
+
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(500, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 300), Attention(), torch.nn.Linear(8, 8).to(torch.float64)
+    )
+    tensors = [*model.parameters(), model[3].W_UK_T]
+    for x in tensors:
+        x.data.uniform_(-1e-3, 1e-3)
+    before, at = [x.clone() for x in tensors], [x.data_ptr() for x in tensors]
+    ablate_vllm.spread(model)
+    embedding, norm, norm_bias, linear, bias, w_uv, other, other_bias, w_uk_t = tensors
+    for x, std in ((embedding, 1), (linear, 1 / 8), (w_uv, 1 / 8), (w_uk_t, 1 / 8)):
+        assert x.std().item() == pytest.approx(std, rel=1e-2)
+    assert (norm == 1).all() and [x.data_ptr() for x in tensors] == at
+    for i, x in ((2, norm_bias), (4, bias), (6, other), (7, other_bias)):
+        assert torch.equal(x, before[i])
+
+
+def test_dummy_weights_are_spread_before_tokens_are_compared(fake_vllm, tmp_path, monkeypatch):
+    for load_format, calls in (("dummy", ["lldecode_spread", "lldecode_state"]), ("auto", ["lldecode_state"])):
+        spec = dict(batches=[1], input_len=5, output_len=4, rounds=1, profile=0, llm={"load_format": load_format})
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+        fake_vllm.calls.clear()
+        ablate_vllm.main([json.dumps(spec), str(tmp_path)])
+        assert fake_vllm.calls == calls
 
 
 def test_noise_is_stocks_own_between_batch_sizes():

@@ -13,6 +13,7 @@ import ctypes
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import random
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lldecode import bench, flags, registry
@@ -49,6 +50,12 @@ FIRST_TOKENS = 16
 """Length of the shorter of the two generations whose difference is the time of a decoded token."""
 
 _PR_SET_PDEATHSIG = 1
+
+ABSORBED = {"W_UK_T": -1, "W_UV": -2}
+"""MLA's absorbed weights, and the dimension that holds the latent."""
+
+BUSY = "any kernel"
+"""Beside the kernels of a profile: how long at least one of them ran, since they overlap."""
 
 NOISE_MARGIN = 2.0
 """A token may differ from stock's where stock's own top-2 margin is at most this many times stock's own noise.
@@ -308,17 +315,54 @@ class WorkerExtension:
         self.lldecode_profiler.start()
 
     def lldecode_profile_stop(self) -> dict[str, tuple[int, float]]:
-        """By kernel: launches, and GPU time in microseconds."""
+        """By kernel: launches, and GPU time in microseconds; under :data:`BUSY` the time in which any ran."""
         import torch
 
         torch.cuda.synchronize()
         self.lldecode_profiler.stop()
+        events = [e for e in self.lldecode_profiler.events() if e.device_type.name == "CUDA"]
         out: dict[str, tuple[int, float]] = {}
-        for event in self.lldecode_profiler.events():
-            if event.device_type.name == "CUDA":
-                n, us = out.get(event.name, (0, 0.0))
-                out[event.name] = (n + 1, us + event.device_time)
-        return out
+        for event in events:
+            n, us = out.get(event.name, (0, 0.0))
+            out[event.name] = (n + 1, us + event.device_time)
+        return out | {BUSY: (len(events), union((e.time_range.start, e.time_range.end) for e in events))}
+
+    def lldecode_spread(self) -> None:
+        spread(self.get_model())  # type: ignore[attr-defined]
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of what the intervals (start, end) cover together."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def spread(model: Any) -> None:
+    """Scale dummy weights in place so that a token depends on every layer: norms to 1, matrices to keep the variance.
+
+    vLLM draws them from +-1e-3, norms included. A layer's output is then lost in the rounding of the residual stream, and tokens agree
+    whatever a kernel computed.
+    """
+    import torch
+
+    def to(x: torch.Tensor, std: float) -> None:
+        x.mul_(std / x.flatten()[: 1 << 20].float().std().item())
+
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            owner, _, kind = name.rpartition(".")
+            if x.ndim == 1 and kind == "weight":
+                x.fill_(1)
+            elif x.ndim > 1 and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and kind not in ABSORBED:
+                embeds = type(model.get_submodule(owner)).__name__ in ("Embedding", "VocabParallelEmbedding")
+                to(x, 1.0 if embeds else x.shape[-1] ** -0.5)
+        for module in model.modules():
+            for kind, dimension in ABSORBED.items():  # made of kv_b_proj when the weights were loaded
+                if (x := getattr(module, kind, None)) is not None:
+                    to(x.detach(), x.shape[dimension] ** -0.5)
 
 
 def work(spec: Spec, started: Callable[[], object]) -> dict[str, Any]:
@@ -341,19 +385,22 @@ def work(spec: Spec, started: Callable[[], object]) -> dict[str, Any]:
         return time.perf_counter() - begun
 
     short, long = FIRST_TOKENS, FIRST_TOKENS + spec.output_len
-    measured = {}
+    measured: dict[str, dict[str, Any]] = {}
     for size in spec.batches:
-        outputs = generate(size, long, logprobs=2)
         for tokens in (short, long):  # what compiles at its first use is not timed
             generate(size, tokens)
         first = statistics.median(seconds(size, short) for _ in range(spec.rounds))
-        us = [(seconds(size, long) - first) / spec.output_len * 1e6 for _ in range(spec.rounds)]
-        measured[str(size)] = {"us": us, "prompts": [_greedy(o.outputs[0]) for o in outputs]}
+        measured[str(size)] = {"us": [(seconds(size, long) - first) / spec.output_len * 1e6 for _ in range(spec.rounds)]}
     kernels = []
     if spec.profile:
         size = spec.batches[0]
         before, after = (_profile(llm, functools.partial(generate, size, tokens)) for tokens in (short, long))
         kernels = top_kernels(before, after, spec.output_len, spec.profile)
+    if spec.llm.get("load_format") == "dummy":
+        llm.collective_rpc("lldecode_spread")
+        llm.reset_prefix_cache()
+    for size in spec.batches:
+        measured[str(size)]["prompts"] = [_greedy(o.outputs[0]) for o in generate(size, long, logprobs=2)]
     state = llm.collective_rpc("lldecode_state")[0]
     return {"batches": measured, "state": state, "kernels": kernels, "gpu": bench.gpu_name()}
 
@@ -379,14 +426,19 @@ def _profile(llm: Any, call: Callable[[], object]) -> Mapping[str, tuple[int, fl
 def top_kernels(
     before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]], tokens: int, limit: int
 ) -> list[dict[str, Any]]:
-    """Per decoded token, from the difference of a shorter and a longer generation: the kernels with the most GPU time, then the total."""
+    """Per decoded token, from the difference of a shorter and a longer generation.
+
+    Returns:
+        The kernels with the most GPU time, then their sum over all kernels, then :data:`BUSY`.
+    """
     per_token: dict[str, tuple[float, float]] = {}
     for name, (launches, us) in after.items():
         n, t = before.get(name, (0, 0.0))
         per_token[name] = ((launches - n) / tokens, (us - t) / tokens)
+    busy = per_token.pop(BUSY)
     top = sorted(per_token, key=lambda name: -per_token[name][1])[:limit]
     launches, us = (sum(column) for column in zip(*per_token.values(), strict=True))
-    rows = [(name, *per_token[name]) for name in top] + [("all kernels", launches, us)]
+    rows = [(name, *per_token[name]) for name in top] + [("all kernels", launches, us), (BUSY, *busy)]
     return [{"kernel": name, "launches": launches, "us": us} for name, launches, us in rows]
 
 
