@@ -63,8 +63,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.syspath_prepend(str(root))
     modules: list[str] = []
 
-    def install(name: str, body: str, version: str = "0.1.0") -> None:
-        module = "fake_" + name.replace("-", "_")
+    def install(name: str, body: str, version: str = "0.1.0", module: str = "") -> None:
+        module = module or "fake_" + name.replace("-", "_")
         modules.append(module)
         (root / f"{module}.py").write_text(textwrap.dedent(body))
         info = root / f"lldecode_{module}-{version}.dist-info"
@@ -82,10 +82,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 def only_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides the really installed features and every LLDECODE_ variable of the caller's environment."""
 
-    def fakes():
-        return {e.name: e for e in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if e.module.startswith("fake_")}
+    real = importlib.metadata.entry_points
 
-    monkeypatch.setattr(registry, "entry_points", fakes)
+    def fakes(**select):
+        return [e for e in real(**select) if select.get("group") != ENTRY_POINT_GROUP or e.module.startswith("fake_")]
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", fakes)
     monkeypatch.setattr(registry, "catalog", lambda: ["not-there"])
     for name in [k for k in os.environ if k.startswith("LLDECODE_")]:
         monkeypatch.delenv(name)

@@ -135,20 +135,35 @@ def test_pending_target_is_patched_at_import(host, feature):
     assert host.load("late").f(1) == ("f", 1)
 
 
+@pytest.mark.parametrize("name", ["f", "mine"])
 @pytest.mark.parametrize("first", ["definition", "copy"])
-def test_a_copy_bound_before_or_after_its_definition_was_patched_has_the_same_original(host, feature, first):
+def test_a_copy_bound_before_or_after_its_definition_was_patched_has_the_same_original(host, feature, first, name):
     host.write("a", MODULE)
-    host.write("user", f"from {host.name}.a import f")
-    engine = Engine([feature("x", host.patch("a:f", tag("a")), host.patch("user:f", tag("user")))], host.name)
+    host.write("user", f"from {host.name}.a import f as {name}")
+    engine = Engine([feature("x", host.patch("a:f", tag("a")), host.patch(f"user:{name}", tag("user")))], host.name)
     original = host.load("a").f
     if first == "copy":
         host.load("user")
     engine.reconcile(["x"])
     a, user = host.load("a"), host.load("user")
-    assert (a.f(1), user.f(1)) == (("a", ("f", 1)), ("user", ("f", 1)))
+    assert (a.f(1), getattr(user, name)(1)) == (("a", ("f", 1)), ("user", ("f", 1)))
     assert engine.enabled == {"x"} and not engine.dropped
     engine.reconcile([])
-    assert a.f is user.f is original
+    assert a.f is getattr(user, name) is original
+
+
+def test_a_copy_has_its_own_definitions_original_where_two_were_replaced_by_one_object(host, feature):
+    for module in ("a", "c"):
+        host.write(module, MODULE)
+    host.write("user", f"from {host.name}.a import f")
+    one = [host.patch(f"{module}:f", lambda original: len) for module in ("a", "c")]
+    engine = Engine([feature("x", *one, host.patch("user:f", tag("user")))], host.name)
+    original = host.load("a").f
+    host.load("c")
+    engine.reconcile(["x"])
+    assert host.load("user").f(1) == ("user", ("f", 1))
+    engine.reconcile([])
+    assert host.load("user").f is original
 
 
 def test_a_feature_reverted_before_the_import_never_applies(host, feature):
@@ -256,16 +271,17 @@ def test_failure_on_the_way_puts_back_what_was_changed(host, feature):
     assert engine.enabled == frozenset()
 
 
-def test_a_failing_wrapper_changes_nothing(host, feature):
+@pytest.mark.parametrize("raised", [RuntimeError, SystemExit])
+def test_a_failing_wrapper_changes_nothing(host, feature, raised):
     host.write("a", MODULE)
     a = host.load("a")
     before = a.f
 
     def boom(_):
-        raise RuntimeError("boom")
+        raise raised("boom")
 
     engine = Engine([feature("x", host.patch("a:f", tag("x")), host.patch("a:g", boom))], host.name)
-    with pytest.raises(RefusedError, match=r"^x: .*a:g: wrap failed: RuntimeError: boom"):
+    with pytest.raises(RefusedError, match=rf"^x: .*a:g: wrap failed: {raised.__name__}: boom"):
         engine.reconcile(["x"])
     assert a.f is before
 

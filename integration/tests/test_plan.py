@@ -40,6 +40,14 @@ def test_what_is_written_is_read(plans):
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
+def test_others_may_read_a_plan_in_a_directory_that_is_ones_own(plans):
+    """The directory also keeps machine code, which is loaded only from one of this mode."""
+    path = plans.tuned(GPU)
+    path.parent.rmdir()
+    plan.write(path, plans.stamp(GPU), {})
+    assert [p.stat().st_mode & 0o777 for p in (path.parent, path)] == [0o700, 0o644]
+
+
 def test_a_write_that_fails_leaves_the_old_file_alone(plans, monkeypatch):
     path = plans.tuned(GPU)
     plan.write(path, plans.stamp(GPU), {"a": {}})
@@ -69,6 +77,29 @@ def test_the_machines_own_plan_comes_first_and_files_are_read_once(plans):
     assert plans.choice(GPU, "a", 1) == ("x", None)
     plans.forget()
     assert [plans.choice(GPU, s, 1) for s in "ab"] == [("y", None), ("z", None)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        "\xff",
+        '{"shapes": []}',
+        '{"shapes": {"a": []}}',
+        '{"shapes": {"a": {"1": {}}}}',
+        '{"shapes": {"a": {"one": {"choice": ["x", null], "us": {"x": 1}}}}}',
+        '{"shapes": {"a": {"1": {"choice": "x", "us": {"x": 1}}}}}',
+        '{"shapes": {"a": {"1": {"choice": ["x", null], "us": {}}}}}',
+    ],
+)
+def test_a_file_that_is_no_plan_is_ignored_with_a_reason(plans, caplog, text):
+    stamp = json.dumps(plans.stamp(GPU))
+    plan.write(plans.tuned(GPU), plans.stamp(GPU), {})
+    plans.tuned(GPU).write_bytes(text.replace('{"shapes"', f'{stamp[:-1]}, "shapes"').encode("latin-1"))
+    assert plans.choice(GPU, "a", 1) is None
+    assert f"one: plan ignored: {plans.tuned(GPU)}: " in caplog.text
 
 
 def test_a_directory_that_is_not_ones_own_holds_no_plan(plans, tmp_path, caplog):

@@ -1,6 +1,8 @@
+import sys
+
 import pytest
 
-from lldecode import registry
+from lldecode import cli, registry
 from lldecode.feature import Context
 
 GOOD = """
@@ -36,6 +38,55 @@ def test_a_broken_package_is_a_reason_not_a_crash(install, only_fakes):
     assert (found.state, found.required) == ("refused", False)
     assert "failed to import: RuntimeError: needs sm_100" in found.reason
     assert survey({"LLDECODE_BROKEN": "on"})["broken"].required
+
+
+class Panic(BaseException):
+    """What a panic in Rust becomes is no Exception either."""
+
+    def __str__(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("statement", "reason"),
+    [
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("from test_registry import Panic; raise Panic", "Panic"),
+        ("from lldecode_no_such_module import x", "ModuleNotFoundError: No module named 'lldecode_no_such_module'"),
+    ],
+)
+def test_whatever_an_import_raises_is_a_reason(install, only_fakes, monkeypatch, statement, reason):
+    monkeypatch.setitem(sys.modules, "test_registry", sys.modules[__name__])
+    install("broken", statement)
+    assert survey({})["broken"].reason == f"failed to import: {reason}"
+
+
+def test_an_interrupt_during_an_import_is_the_users(install, only_fakes):
+    install("slow", "raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        survey({})
+
+
+def test_one_name_from_two_distributions_names_both(install, only_fakes, capsys):
+    install("one", good("one"))
+    install("one", good("one"), "0.2.0", module="fake_other")
+    found = survey({})["one"]
+    both = "lldecode-fake_one 0.1.0, lldecode-fake_other 0.2.0"
+    reason = f"failed to import: ImportError: one: expected one distribution that offers it, got {both}"
+    assert (found.state, found.reason) == ("refused", reason)
+    assert survey({"LLDECODE_ONE": "on"})["one"].required
+    assert survey({"LLDECODE_ONE": "off"})["one"].state == "off"
+    assert cli.main(["flags"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [("probe=lambda ctx: exit(1)", "SystemExit: 1"), ("vllm='0.26'", "InvalidSpecifier: Invalid specifier: '0.26'")],
+)
+def test_a_feature_that_cannot_even_be_asked_is_refused(install, only_fakes, made, reason):
+    install("odd", f"from lldecode.feature import Feature\nFEATURE = Feature('odd', '', (), {made})")
+    found = {s.name: s for s in registry.survey(HERE, {})}["odd"]
+    assert (found.state, found.reason) == ("refused", f"probe failed: {reason}")
 
 
 @pytest.mark.parametrize("environ", [{"LLDECODE_BROKEN": "off"}, {"LLDECODE_OFF": "broken"}, {"LLDECODE_OFF": "all"}])
@@ -98,6 +149,12 @@ def test_only_a_flag_that_says_off_is_for_every_kernel(install, only_fakes, monk
     install("pdl", good("pdl"))
     said = {"": False, "off": True, "on": False, "0%": False}
     assert {v: registry.says_no_pdl(list(survey({"LLDECODE_PDL": v}).values())) for v in said} == said
+
+
+def test_off_by_default_is_not_said_by_a_user(install, only_fakes):
+    install("pdl", good("pdl", default="off"))
+    found = survey({})
+    assert (found["pdl"].state, registry.says_no_pdl(list(found.values()))) == ("off", False)
 
 
 def test_fingerprint_follows_the_source(install, only_fakes, tmp_path):

@@ -3,6 +3,9 @@
 import dataclasses
 import importlib.metadata
 import json
+import os
+import signal
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 import torch
@@ -104,6 +107,47 @@ def test_a_candidate_that_is_wrong_is_left_out_with_a_warning(tuner, fast, caplo
     assert str(OWN) not in caplog.text
 
 
+@pytest.mark.parametrize("launch", [lambda cfg, x, weight, out: None, lambda cfg, x, weight, out: gemm(float("nan"))(x, weight, out)])
+def test_a_candidate_that_writes_nothing_or_nan_is_left_out(tuner, fast, launch):
+    assert tune.measure(dataclasses.replace(tuner, launch=launch), Gemm(16, 64))["1"]["choice"] == ["cublas", None]
+
+
+def test_each_size_runs_its_own_configs(tuner, fast):
+    ran = set()
+
+    def launch(cfg, x, weight, out):
+        ran.add((x.shape[1], cfg[3]))
+
+    tune.measure(dataclasses.replace(tuner, launch=launch), Gemm(16, 64))
+    assert ran == {(1, False), (8, True)}
+
+
+def test_the_fastest_of_several_variants_is_the_plans(tuner, monkeypatch):
+    took = {"cublas": 3.0, "(8, 1)": 2.0, "(9, 1)": 1.0, "(10, 1)": 2.5}
+    monkeypatch.setattr(tune.bench, "interleaved", lambda calls, rounds: {name: [took[name]] for name in calls})
+    several = dataclasses.replace(tuner, configs=lambda sms, g, m: {(n, 1): ("right", n) for n in (8, 9, 10)})
+    found = {"choice": ["lldecode", [9, 1]], "us": {"cublas": 3.0, "lldecode": 1.0}}
+    assert tune.measure(several, Gemm(16, 64)) == {"1": found, "8": found}
+
+
+def test_what_is_timed_goes_through_all_copies_of_the_weight(tuner, monkeypatch):
+    read = []
+
+    def interleaved(calls, rounds):
+        read.clear()  # of the check that came before
+        for call in calls["cublas"]:
+            call()
+        return {name: [1.0] for name in calls}
+
+    monkeypatch.setattr(tune.bench, "interleaved", interleaved)
+    monkeypatch.setattr(tune.bench, "cold_copies", lambda nbytes: 3)
+    tune.measure(
+        dataclasses.replace(tuner, providers=lambda g, x: {"cublas": lambda weight, out: read.append(weight) or gemm(1.0)(x, weight, out)}),
+        Gemm(16, 64),
+    )
+    assert len({weight.data_ptr() for weight in read}) == len(read) == 3
+
+
 def test_no_candidate_is_no_reason_to_leave_the_baseline(tuner, fast):
     bare = dataclasses.replace(tuner, configs=lambda sms, g, m: {WRONG: ("wrong",)})
     assert tune.measure(bare, Gemm(16, 64))["1"] == {"choice": ["cublas", None], "us": {"cublas": 2.0}}
@@ -179,6 +223,27 @@ def test_no_tuner(monkeypatch, capsys):
     assert capsys.readouterr().err == "lldecode tune: no installed feature has anything to tune; pip install lldecode-skinny-gemm\n"
 
 
+def test_a_compiler_that_is_killed_exits_1_with_one_line(tuner, model, monkeypatch, capsys):
+    def killed(*args, **kwargs):
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(tune, "precompile", killed)
+    assert cli.main(["tune", "--model", model, "--jobs", "3"]) == 1
+    reason = "a process that compiles was killed, for want of memory perhaps; try less than --jobs 3"
+    assert capsys.readouterr().err == f"lldecode tune: {reason}\n"
+
+
+def test_a_tuner_that_cannot_be_loaded(tuner, monkeypatch, capsys):
+    broken = Point(None)
+    broken.name, broken.load = "broken", lambda: exit(3)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Point(tuner), broken])
+    assert cli.main(["tune"]) == 2
+    assert capsys.readouterr().err == "lldecode tune: broken: failed to import: SystemExit: 3\n"
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Point(3)])
+    assert cli.main(["tune"]) == 2
+    assert capsys.readouterr().err == "lldecode tune: one: expected a Tuner, got 3\n"
+
+
 def test_no_gpu(tuner, monkeypatch, capsys):
     monkeypatch.setattr(jit, "unavailable", lambda: "no CUDA device")
     assert cli.main(["tune"]) == 1
@@ -198,18 +263,29 @@ def test_no_place_for_a_plan(tuner, model, tmp_path, capsys):
         (["--model", "/no/such"], "--model: expected glm52, dsv32, a directory with a config.json, or that file; got '/no/such'"),
         (["--model", "{empty}"], "--model: expected glm52, dsv32, a directory with a config.json, or that file; got '{empty}'"),
         (["--model", "{broken}"], "--model: expected glm52, dsv32, a directory with a config.json, or that file; got '{broken}'"),
-        (["--model", "{other}"], "--model: expected a DeepSeek-Sparse-Attention model, got a config without 'q_lora_rank': {other}"),
+        (["--model", "{other}"], "--model: expected a DeepSeek-Sparse-Attention model, got a config without 'kv_lora_rank': {other}"),
+        (["--model", "{null}"], "--model: n_shared_experts: expected a whole number from 1, got None"),
+        (["--model", "{text}"], "--model: hidden_size: expected a whole number from 1, got '64'"),
         (["--tp", "0"], "--tp: expected a whole number from 1, got 0"),
         (["--jobs", "-1"], "--jobs: expected a whole number from 1, got -1"),
         (["--tp", "7"], "--tp: expected a divisor of 64 attention heads, got 7"),
     ],
 )
 def test_bad_input_exits_2_with_one_line(tuner, tmp_path, capsys, args, message):
-    paths = {"empty": tmp_path, "broken": tmp_path / "broken.json", "other": tmp_path / "other.json"}
+    paths = {"empty": tmp_path} | {name: tmp_path / f"{name}.json" for name in ("broken", "other", "null", "text")}
+    paths["null"].write_text(json.dumps(TINY | {"n_shared_experts": None}))
+    paths["text"].write_text(json.dumps(TINY | {"hidden_size": "64"}))
     paths["broken"].write_text("[]")
     paths["other"].write_text('{"hidden_size": 64}')
     assert cli.main(["tune", *(a.format(**paths) for a in args)]) == 2
     assert capsys.readouterr().err == f"lldecode tune: {message.format(**paths)}\n"
+
+
+def test_an_out_that_cannot_be_written_exits_2_before_the_measurement(tuner, model, fast, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert cli.main(["tune", "--model", model, "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"lldecode tune: --out: no permission to write in '{tmp_path}'\n"
+    assert tune.test_compiled == []
 
 
 def test_an_out_that_is_a_file_exits_2(tuner, tmp_path, capsys):
@@ -225,17 +301,23 @@ def test_the_products_of_a_rank_of_glm52():
     }
 
 
+@pytest.mark.parametrize(("tp", "rows"), [(1, 128), (2, 64)])
+def test_a_vocabulary_is_padded_to_a_multiple_of_64_before_it_is_divided(tp, rows):
+    assert Gemm(rows, 64) in products(TINY | {"intermediate_size": 1000}, tp)
+
+
 def test_the_products_of_a_rank_of_deepseek_v32():
     got = {str(g) for g in products(MODELS["dsv32"], 8)}
     assert {"N=2112 K=7168", "N=3072 K=1536", "N=7168 K=2048", "N=7168 K=14336", "N=16160 K=7168", "N=512 K=128 B=16 n-major"} <= got
 
 
 def test_interrupted_compilation_leaves_no_work_behind(monkeypatch):
-    cancelled = []
+    """The processes that compile know the arch when they start, and leave Ctrl-C to their parent."""
+    cancelled, started = [], []
 
     class Pool:
-        def __init__(self, *args):
-            pass
+        def __init__(self, jobs, context, *start):
+            started.append((jobs, context.get_start_method(), *start, os.environ["CUTE_DSL_ARCH"]))
 
         def map(self, *args, chunksize):
             raise KeyboardInterrupt
@@ -248,4 +330,5 @@ def test_interrupted_compilation_leaves_no_work_behind(monkeypatch):
     monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", Pool)
     with pytest.raises(KeyboardInterrupt):
         tune.precompile("a:b", [1], 1)
+    assert started == [(1, "spawn", signal.signal, (signal.SIGINT, signal.SIG_IGN), "sm_90a")]
     assert cancelled == [True]

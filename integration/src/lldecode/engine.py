@@ -30,6 +30,16 @@ class RefusedError(RuntimeError):
         super().__init__(f"{', '.join(sorted(self.features))}: {reason}")
 
 
+def failure(e: BaseException) -> str:
+    """What a feature's own code raised, in words. An interrupt is the user's and goes on; all else, SystemExit too, is the feature's."""
+    if isinstance(e, KeyboardInterrupt):
+        raise e
+    try:
+        return f"{type(e).__name__}: {e}"
+    except Exception:  # its __str__ may be broken as well
+        return type(e).__name__
+
+
 def drift(patch: Patch) -> str | None:
     """Why the source of a target is not one that its patch accepts, or None. Imports nothing of the host."""
     try:
@@ -48,19 +58,17 @@ def refusal(feature: Feature, ctx: Context, host: str) -> str | None:
 
     The embedded layer without a GPU runs the ops' references, so there is nothing to probe.
     """
-    if host == "vllm":
-        version = ctx.versions.get("vllm")
-        if version is None:
-            return "vllm is not installed"
-        if not SpecifierSet(feature.vllm).contains(version, prereleases=True):
-            return f"vllm: expected {feature.vllm}, got {version}"
-    if host == "vllm" or ctx.capabilities:
-        try:
-            reason = feature.probe(ctx)
-        except Exception as e:  # a feature's failure must not be the host's
-            reason = f"probe failed: {type(e).__name__}: {e}"
-        if reason:
+    try:
+        if host == "vllm":
+            version = ctx.versions.get("vllm")
+            if version is None:
+                return "vllm is not installed"
+            if not SpecifierSet(feature.vllm).contains(version, prereleases=True):
+                return f"vllm: expected {feature.vllm}, got {version}"
+        if (host == "vllm" or ctx.capabilities) and (reason := feature.probe(ctx)):
             return reason
+    except BaseException as e:  # a feature's failure must not be the host's
+        return f"probe failed: {failure(e)}"
     return next((r for p in feature.patches if p.host == host and (r := drift(p))), None)
 
 
@@ -199,8 +207,8 @@ class Engine:
             for name, patch in chain:
                 try:
                     value = patch.wrap(None if value is _MISSING else value)
-                except Exception as e:  # a feature's failure must not be the host's
-                    raise RefusedError([name], f"{target}: wrap failed: {type(e).__name__}: {e}") from e
+                except BaseException as e:  # a feature's failure must not be the host's
+                    raise RefusedError([name], f"{target}: wrap failed: {failure(e)}") from e
             plan.append((target, site, _names(chain), value))
         return plan
 
@@ -231,9 +239,9 @@ class Engine:
             raise RefusedError(_names(chain), f"{module} has no {path}") from None
         original = current = vars(owner).get(name, _MISSING)
         found = source.definition(target)
-        defined = self._sites.get(f"{found.module}:{attr}")
-        if defined and current is defined.current:  # a module that bound the definition after it was patched
-            original = defined.original
+        for other, site in self._sites.items():  # a module that bound the definition, under any name, after it was patched
+            if other.startswith(f"{found.module}:") and current is site.current:
+                original = site.original
         if (original is _MISSING) != (found.hash == ABSENT) or not _is_from(original, found):
             raise RefusedError(_names(chain), f"{target} was changed by somebody else: it is now {_describe(original)}")
         if not path and found.module == module:

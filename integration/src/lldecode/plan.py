@@ -76,10 +76,14 @@ def read(path: Path, stamp: Mapping[str, str]) -> tuple[Shapes, str | None]:
         for key, value in stamp.items():
             if data[key] != value:
                 return {}, f"{path}: stale: {key}: expected {value}, got {data[key]}"
-        return data["shapes"], None
+        shapes = data["shapes"]
+        for size, entry in (item for sizes in shapes.values() for item in sizes.items()):
+            provider, _ = entry["choice"]
+            int(size), entry["us"][provider]  # raise where it is of another form
+        return shapes, None
     except FileNotFoundError:
         return {}, None
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         return {}, f"{path}: {type(e).__name__}: {e}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lldecode import cache_key, flags, source
-from lldecode.engine import drift, refusal
+from lldecode.engine import drift, failure, refusal
 from lldecode.feature import ENTRY_POINT_GROUP, Context, Feature, Patch
 
 _PROBED_DISTRIBUTIONS = ("apache-tvm-ffi", "nvidia-cutlass-dsl", "torch", "triton", "vllm")
@@ -20,9 +20,26 @@ def catalog() -> list[str]:
     return sorted(set(extras) - {"all", "vllm"})
 
 
-def entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    """The installed features, not loaded: one that the user set off is never imported."""
-    return {e.name: e for e in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+class _Clash(importlib.metadata.EntryPoint):
+    """A name that several distributions offer; its value is these."""
+
+    def load(self) -> Any:
+        raise ImportError(f"{self.name}: expected one distribution that offers it, got {self.value}")
+
+
+def entry_points(group: str = ENTRY_POINT_GROUP) -> dict[str, importlib.metadata.EntryPoint]:
+    """What is installed in a group (the features), not loaded: a feature that the user set off is never imported.
+
+    A name that several distributions offer is there once, and fails to load with their names.
+    """
+    found: dict[str, list[importlib.metadata.EntryPoint]] = {}
+    for point in importlib.metadata.entry_points(group=group):
+        found.setdefault(point.name, []).append(point)
+    return {name: points[0] if len(points) == 1 else _Clash(name, _distributions(points), group) for name, points in found.items()}
+
+
+def _distributions(points: list[importlib.metadata.EntryPoint]) -> str:
+    return ", ".join(sorted(f"{p.dist.name} {p.dist.version}" if p.dist else p.value for p in points))
 
 
 def versions() -> dict[str, str]:
@@ -40,8 +57,8 @@ def load(entry_point: importlib.metadata.EntryPoint) -> Feature | str:
     """The feature, or why its package cannot be loaded."""
     try:
         feature = entry_point.load()
-    except Exception as e:  # whatever a broken package raises at import must not take the host down
-        return f"failed to import: {type(e).__name__}: {e}"
+    except BaseException as e:  # whatever a broken package raises at import must not take the host down
+        return f"failed to import: {failure(e)}"
     if not isinstance(feature, Feature) or feature.name != entry_point.name:
         return f"{entry_point.value}: expected a Feature named {entry_point.name!r}, got {feature!r}"
     return feature

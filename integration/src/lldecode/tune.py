@@ -4,7 +4,7 @@ A feature offers a :class:`Tuner` through the entry-point group ``lldecode.tuner
 """
 
 import argparse
-import concurrent.futures
+import concurrent.futures.process
 import contextlib
 import dataclasses
 import functools
@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from lldecode import bench, jit, plan
+from lldecode import bench, jit, plan, registry
+from lldecode.engine import failure
 from lldecode.plan import Gemm
 
 logger = logging.getLogger("lldecode.tune")
@@ -74,8 +75,11 @@ def products(config: Mapping[str, Any], tp: int) -> list[Gemm]:
 
     Raises:
         KeyError: the config is of another kind of model.
-        ValueError: `tp` does not divide the attention heads.
+        ValueError: a dimension is no positive whole number, or `tp` does not divide the attention heads.
     """
+    for name in MODELS["glm52"]:
+        if type(config[name]) is not int or config[name] < 1:
+            raise ValueError(f"--model: {name}: expected a whole number from 1, got {config[name]!r}")
     hidden, q, latent, rope = (config[k] for k in ("hidden_size", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim"))
     if config["num_attention_heads"] % tp:
         raise ValueError(f"--tp: expected a divisor of {config['num_attention_heads']} attention heads, got {tp}")
@@ -203,13 +207,18 @@ def run(args: argparse.Namespace) -> int:
     """Entry point of the command.
 
     Returns:
-        0; 1 where kernels cannot run here; 2 on bad input, or where no installed feature offers a tuner; 130 when interrupted.
+        0; 1 where kernels cannot be compiled or run here; 2 on bad input, without a tuner, or where one cannot be loaded; 130 when
+        interrupted.
     """
     try:
         return _run(args)
     except KeyboardInterrupt:
         print("lldecode tune: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
+    except concurrent.futures.process.BrokenProcessPool:
+        reason = "a process that compiles was killed, for want of memory perhaps"
+        print(f"lldecode tune: {reason}; try less than --jobs {args.jobs}", file=sys.stderr)
+        return 1
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -219,8 +228,10 @@ def _run(args: argparse.Namespace) -> int:
                 raise ValueError(f"--{name}: expected a whole number from 1, got {value}")
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
+            if not os.access(args.out, os.W_OK):
+                raise ValueError(f"--out: no permission to write in {str(args.out)!r}")
         config = read_config(args.model)
-        tuners: dict[str, Tuner] = {e.name: e.load() for e in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+        tuners = {name: load(point) for name, point in sorted(registry.entry_points(ENTRY_POINT_GROUP).items())}
         if not tuners:
             raise ValueError("no installed feature has anything to tune; pip install lldecode-skinny-gemm")
         try:
@@ -244,6 +255,21 @@ def _run(args: argparse.Namespace) -> int:
             print(f"{gemm}: {', '.join(_gain(m, entry) for m, entry in found[str(gemm)].items())}")
         print(f"{name}: wrote {path}")
     return 0
+
+
+def load(point: importlib.metadata.EntryPoint) -> Tuner:
+    """The tuner of a feature.
+
+    Raises:
+        ValueError: its package cannot be loaded, or offers something else.
+    """
+    try:
+        tuner = point.load()
+    except BaseException as e:
+        raise ValueError(f"{point.name}: failed to import: {failure(e)}") from e
+    if not isinstance(tuner, Tuner):
+        raise ValueError(f"{point.name}: expected a Tuner, got {tuner!r}")
+    return tuner
 
 
 def read_config(model: str) -> dict[str, Any]:
