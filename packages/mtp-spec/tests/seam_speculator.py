@@ -337,6 +337,8 @@ def main() -> None:
 
 
 def refusals(speculator: Any, config: Any) -> dict[str, str | None]:
+    from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
+
     from lldecode_mtp_spec.vllm_sharing import refusal
 
     def case(share: str | None = None, model: Any = None, steps: int = 3, declared: Any = True) -> str | None:
@@ -354,7 +356,8 @@ def refusals(speculator: Any, config: Any) -> dict[str, str | None]:
     found = {
         "none": case(),
         "forced": case(share="1", declared=None),
-        "generic": case(model=torch.nn.Linear(1, 1)),
+        "generic": case(model=object.__new__(DeepSeekMTP)),
+        "subclass": case(model=object.__new__(type("Other", (type(speculator.model),), {"__module__": "other"}))),
         "single": case(steps=1),
         "undeclared": case(declared=None),
         "false": case(declared=False),

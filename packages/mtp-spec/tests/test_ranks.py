@@ -51,8 +51,8 @@ def test_sequence_parallel_rows_are_gathered_and_not_reduced(ranks: dict[str, An
 def test_batch_beyond_the_workspace_is_unfused_in_both_modules(ranks: dict[str, Any]) -> None:
     assert ranks["paths_off"] == [["fused", "fused"]] * 6  # stock vLLM would overflow it
     assert ranks["paths_on"] == [["fused", "fused"]] * 4 + [["unfused", "unfused"]] * 2
-    reasons = {f"all-reduce + norm: the workspace is too small for {n} tokens of 64": 2 for n in (5, 6)}
-    assert ranks["declined"] == {"mtp-spec": reasons}
+    reason = "all-reduce + norm: FlashInfer's workspace is too small for the batch, of hidden size 64"  # one, whatever the batch
+    assert ranks["declined"] == {"mtp-spec": {reason: 4}}
 
 
 @pytest.mark.vllm
@@ -107,7 +107,7 @@ def test_only_small_batches_of_our_model_take_the_local_argmax(
 
 @pytest.mark.parametrize(
     ("dims", "share", "computed"),
-    [(layer.GLM52, None, 1), (layer.GLM52, "0", 3), (layer.DSV32, None, 3), (layer.DSV32, "1", 1)],
+    [(layer.GLM52, None, 1), (layer.GLM52, "0", 3), (layer.GLM52, "yes", 3), (layer.DSV32, None, 3), (layer.DSV32, "1", 1)],
     ids=lambda x: getattr(x, "name", x),
 )
 def test_embedded_draft_computes_its_top_k_once(

@@ -120,6 +120,18 @@ def test_arguments_stay_alive_with_what_is_kept() -> None:
     assert alive() is None
 
 
+def test_another_view_of_the_same_memory_is_another_argument() -> None:
+    buffer, table = torch.zeros(4, 4, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32)
+    kept: vllm_slots.Kept = {vllm_slots._address(buffer): {}}
+    convert = vllm_slots._convert(lambda *args, **_: args, lambda: kept)
+    requests = torch.zeros(4, dtype=torch.int32)
+    views = [table, table[:2], table.T, table.view(torch.float32)]  # shape, stride and type
+    for _ in range(2):
+        assert all(convert(requests, view, buffer)[1] is view for view in views)
+    assert len(kept[vllm_slots._address(buffer)]) == len(views)
+    assert convert(requests[:2], table, buffer[:2])[2].shape == (2, 4)
+
+
 @pytest.mark.parametrize(
     ("capabilities", "reason"),
     [([], "no CUDA device"), ([(9, 0)], None), ([(10, 0), (10, 3)], None), ([(8, 0)], "got 8.0"), ([(9, 0), (12, 0)], "got 12.0")],
@@ -129,11 +141,21 @@ def test_probe(capabilities: list[tuple[int, int]], reason: str | None) -> None:
     assert got is None if reason is None else reason in str(got)
 
 
-@pytest.mark.parametrize(("value", "reason"), [("", None), ("0", None), ("1", None), ("on", "expected 0 or 1, got 'on'")])
-def test_probe_reads_the_override(monkeypatch: pytest.MonkeyPatch, value: str, reason: str | None) -> None:
-    monkeypatch.setenv("LLDECODE_MTP_SPEC_SHARE", value)
-    got = FEATURE.probe(Context(((9, 0),)))
-    assert got is None if reason is None else got == f"LLDECODE_MTP_SPEC_SHARE: {reason}"
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        *(("SHARE", value, None) for value in ("", "0", "1")),
+        ("SHARE", "on", "expected 0 or 1, got 'on'"),
+        *(("LOCAL_ARGMAX", value, None) for value in ("", "0", "16")),
+        ("LOCAL_ARGMAX", "on", "expected a batch size, or 0 for never, got 'on'"),
+    ],
+)
+def test_probe_reads_the_options(monkeypatch: pytest.MonkeyPatch, name: str, value: str, reason: str | None) -> None:
+    """A bad one is told whatever the GPU, so that ``lldecode doctor`` shows it on any machine."""
+    monkeypatch.setenv(f"LLDECODE_MTP_SPEC_{name}", value)
+    for capabilities in ((9, 0),), ():
+        got = FEATURE.probe(Context(capabilities))
+        assert got == ((None if capabilities else "no CUDA device") if reason is None else f"LLDECODE_MTP_SPEC_{name}: {reason}")
 
 
 def test_stands_down_where_vllm_has_the_hooks() -> None:

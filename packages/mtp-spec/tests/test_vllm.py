@@ -101,12 +101,16 @@ def test_hooks_are_the_speculators_or_the_models(seam: dict[str, Any]) -> None:
     assert seam["hooks_only"] == [["own", 2], ["model", 3]]
 
 
+EXPECTED = "draft model: expected vllm.models.deepseek_v32.nvidia.mtp.DeepseekV32MTP"
+
+
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
         ("none", None),
         ("forced", None),
-        ("generic", "draft model: expected vllm.models.deepseek_v32.nvidia.mtp.DeepseekV32MTP, got torch.nn.modules.linear.Linear"),
+        ("generic", f"{EXPECTED}, got vllm.model_executor.models.deepseek_mtp.DeepSeekMTP"),
+        ("subclass", f"{EXPECTED}, got other.Other"),
         ("single", "num_speculative_tokens: expected at least 2, got 1"),
         ("undeclared", "index_share_for_mtp_iteration: expected true in the draft's config, or LLDECODE_MTP_SPEC_SHARE=1, got None"),
         ("false", "index_share_for_mtp_iteration: expected true in the draft's config, or LLDECODE_MTP_SPEC_SHARE=1, got False"),

@@ -9,7 +9,7 @@ ARCHS = ((9, 0), (10, 0), (10, 3))
 
 def probe(ctx: Context) -> str | None:
     """Why the feature cannot run here, or None. What a model or a configuration does not fit is declined where it is loaded."""
-    return ctx.unproven(ARCHS) or vllm_sharing.invalid_share()
+    return vllm_sharing.invalid_share() or vllm_ranks.invalid_local_argmax() or ctx.unproven(ARCHS)
 
 
 FEATURE = Feature(
@@ -17,6 +17,6 @@ FEATURE = Feature(
     summary="MTP: one top-k for all draft steps, index conversion once an indexer, all-reduce in the final norm, local argmax",
     patches=(*vllm_hooks.PATCHES, *vllm_sharing.PATCHES, *vllm_slots.PATCHES, *vllm_ranks.PATCHES),
     probe=probe,
-    default="off",  # until it has run and been measured on a GPU
+    default="off",  # until vLLM's engine has been measured with it on a GPU
     superseded_by="vLLM 0.28.0 (#49793), the index conversion by 0.30.0",
 )

@@ -30,6 +30,15 @@ def local_argmax_batch() -> int:
     return int(text)
 
 
+def invalid_local_argmax() -> str | None:
+    """Why the value of :data:`LOCAL_ARGMAX` is not one, or None."""
+    try:
+        local_argmax_batch()
+    except ValueError as e:
+        return str(e)
+    return None
+
+
 def _can_use_flashinfer(original: Callable[..., tuple[bool, int]]) -> Callable[..., tuple[bool, int]]:
     @functools.wraps(original)
     def can_use_flashinfer(hidden_states: Tensor, tp_size: int) -> tuple[bool, int]:
@@ -50,7 +59,7 @@ def _can_use_flashinfer(original: Callable[..., tuple[bool, int]]) -> Callable[.
         )
         if workspace.is_buffer_size_sufficient(tp_size=tp_size, num_tokens=tokens, hidden_dim=hidden, dtype=hidden_states.dtype):
             return ok, max_token_num
-        decline("mtp-spec", f"all-reduce + norm: the workspace is too small for {tokens} tokens of {hidden}")
+        decline("mtp-spec", f"all-reduce + norm: FlashInfer's workspace is too small for the batch, of hidden size {hidden}")
         return False, 0
 
     return can_use_flashinfer
