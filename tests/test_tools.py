@@ -307,6 +307,6 @@ def test_ci_runs_the_readmes_commands():
     def block(name: str) -> str:
         return subprocess.run(["bash", "-c", f"{function}\nreadme {name}"], cwd=ROOT, capture_output=True, text=True).stdout
 
-    assert block("test-command").splitlines()[-1] == "uv run --group vllm pytest"
+    assert block("test-command").splitlines()[-1] == "uv run --group vllm pytest -n auto --dist loadfile"
     assert block("ablate-command").splitlines()[-1] == "uv run lldecode ablate"
     assert block("nonesuch") == ""

@@ -45,6 +45,10 @@ def run(member: Member, root: Path = ROOT) -> int:
             member.dir,
             "-p",
             "no:cacheprovider",
+            "-n",
+            "auto",
+            "--dist",
+            "loadfile",
         ]
         # Neither the caller's modules nor its flags.
         env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("LLDECODE_")}
