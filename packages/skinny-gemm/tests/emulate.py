@@ -1,9 +1,8 @@
 """Runs the PTX of the kernel on a CPU: every thread of a launch in lockstep, one numpy element a thread.
 
-It knows the instructions that this kernel compiles to and refuses any other. Four things are stricter than the hardware: every
+It knows the instructions that this kernel compiles to and refuses any other. Three things are stricter than the hardware: every
 access to global memory is checked against the tensors' bounds, a copy of cp.async happens as late as the waits allow and poisons its
-destination until then, nothing of x may be read, nor anything written, before griddepcontrol.wait, and around an ldmatrix, which reads
-what other lanes copied, the lanes must meet: after the wait, and before the next copy.
+destination until then, and nothing of x may be read, nor anything written, before griddepcontrol.wait.
 """
 
 import re
@@ -74,7 +73,6 @@ class Machine:
         self.open: list[tuple[Any, ...]] = []
         self.groups: list[list[tuple[Any, ...]]] = []
         self.expected = np.zeros(len(ctas), dtype=np.int64)
-        self.arrived = self.read = False  # for every lane: whether the copies arrived; whether ldmatrix may still be reading
 
     # operands
 
@@ -211,21 +209,8 @@ class Machine:
             target = self.address(o[0], "u32")
             peer, at = (target >> np.uint32(24)).astype(np.int64)[mask], (target & np.uint32(0xFFFFFF)).astype(np.int64)[mask]
             cta = self.cta[mask] // self.cluster * self.cluster + peer
-            assert "v4" in suffix and not (at % 16).any(), "st.async: misaligned"
-            data = np.stack([self.value(r, "b32")[mask] for r in o[1].strip("{}").split(",")], axis=1)
-            self.smem[cta[:, None], at[:, None] + np.arange(16)] = data.view(np.uint8)
-            np.subtract.at(self.expected, cta, 16)
-        elif name.startswith("ldmatrix.sync.aligned.m8n8.x4.trans"):
-            assert self.arrived, "ldmatrix: the lanes have not met since the wait"
-            self.read = True
-            assert active.all(), "ldmatrix: not by every thread"
-            data = np.zeros((self.n, 16), dtype=np.uint8)
-            data[mask] = self.smem[self.shared(self.address(o[1], "u32"), 16, mask)]
-            rows = data.view(np.uint16).reshape(-1, 4, 8, 8)  # of each warp: matrix, row, column
-            for register, matrix in zip(o[0].strip("{}").split(","), range(4), strict=True):
-                # lane 4 g + t: rows 2t and 2t + 1 of column g
-                pairs = np.ascontiguousarray(rows[:, matrix].transpose(0, 2, 1)).view(np.uint32)
-                self.put(register.strip(), pairs.reshape(-1), mask)
+            self.smem[cta[:, None], at[:, None] + np.arange(4)] = self.value(o[1], "b32")[mask].copy().view(np.uint8).reshape(-1, 4)
+            np.subtract.at(self.expected, cta, 4)
         elif name.startswith("mapa"):
             rank = self.value(o[2], "u32")
             assert (rank[mask] < self.cluster).all(), "mapa: no such CTA"
@@ -233,15 +218,12 @@ class Machine:
         elif name.startswith("cp.async.cg"):
             to, source = self.address(o[0], "u32"), self.address(o[1])
             size = self.value(o[3], "u32") if len(o) > 3 else np.full(self.n, 16, np.uint32)
-            assert not self.read, "cp.async: the lanes have not met since ldmatrix"
-            self.load(source, 16, mask & (size == 16), why="cp.async")  # may it already?
             self.smem[self.shared(to, 16, mask)] = 0xFF
             self.open.append((to, source, mask, size))
         elif name.startswith("cp.async.commit"):
             self.groups.append(self.open)
             self.open = []
         elif name.startswith("cp.async.wait"):
-            self.arrived = False
             while len(self.groups) > int(o[0]):
                 for to, source, mask, size in self.groups.pop(0):
                     data = np.zeros((self.n, 16), dtype=np.uint8)
@@ -257,7 +239,6 @@ class Machine:
             self.expected[self.cta[mask]] = self.value(o[2], "u32")[mask]
         elif op in ("barrier", "bar"):
             assert active.all(), f"{name}: not by every thread"
-            self.arrived, self.read = True, False
         elif op in ("fence", "griddepcontrol"):
             pass
         else:

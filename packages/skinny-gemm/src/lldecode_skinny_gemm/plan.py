@@ -13,7 +13,7 @@ Tile = tuple[int, int, int, int, int]
 """What of a kernel's config is tuned: rows, cluster, warps, stages, wide; see ``kernel.Config``."""
 FUSED_A = Gemm(2112, 7168)
 """What vLLM's ``dsv3_fused_a_gemm`` is built for, in bf16 and for M <= 16."""
-_WARPS = {8: 0, 4: 2, 16: 2, 6: 3, 2: 4, 3: 6, 1: 8}  # and how late each is tried
+_WARPS = {8: 0, 4: 2, 16: 2, 6: 3, 2: 4}  # and how late each is tried
 _SMEM = 227 * 1024
 _HALF = 104 * 1024  # of a multiprocessor: the next kernel's first CTA fits beside it, and prefetches its weights
 
@@ -35,26 +35,24 @@ def candidates(sms: int, shape: Gemm, m: int) -> list[Tile]:
     Preferred are 8 warps, then a queue that leaves half of the multiprocessor to the next kernel. Where weights are large, what
     moves 1.4 times the bytes of the best is left out.
     """
-    unit, size = 32 if shape.n_major else 8, shape.batch * shape.n * shape.k
-    found: dict[tuple[int, int, int, int], Tile] = {}
-    for cluster, per_sm, (warps, rank), wide, half in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), _WARPS.items(), (2, 1), (True, False)):
+    unit = 64 if shape.n_major else 8
+    found: dict[tuple[int, int, int], Tile] = {}
+    for cluster, per_sm, (warps, rank), wide, half in itertools.product((1, 2, 4, 8), (1, 2, 4), _WARPS.items(), (2, 1), (True, False)):
         rows = max(1, -(-shape.batch * shape.n * cluster // (sms * per_sm * unit))) * unit
         steps = -(-shape.k // (32 * wide * warps * cluster))
         sums = warps * tokens(m) * (-(-rows // 16) * 64 + 16)  # fp32 of each warp, in the place of its queue
         free = _SMEM - tokens(m) * rows * 4 - 64
-        room = (min(_HALF, free) if half else free) // min(per_sm, max(1, 24 // warps))
-        stages = min(room // (warps * wide * (rows + tokens(m)) * 64), steps)
+        stages = min((min(_HALF, free) if half else free) // per_sm // (warps * wide * rows * 64), steps)
         idle = steps * 32 * wide * warps * cluster / shape.k > 1.25
-        registers = (-(-rows // 16) + 1) * tokens(m) // 2 + rows // 2  # sums, activations and weights of a step
-        misfit = rows > 192 or sums > free or registers > (64 if warps == 16 else 152)
-        if idle or misfit or not min(2, steps) <= stages or steps > 64 or (cluster > 2 and size > 1 << 24):
+        registers = -(-rows // 16) * tokens(m) // 2 + rows // 2  # sums and weights of a step
+        if idle or steps > 32 or rows > 192 or stages < min(2, steps) or sums > free or registers > (64 if warps == 16 else 176):
             continue
-        slot = rows, cluster, warps, rank + (not half)
+        slot = rows, cluster, rank + (not half)
         if slot not in found or math.prod(found[slot][3:]) < stages * wide:
             found[slot] = rows, cluster, warps, stages, wide
     bytes_moved = {slot: cost(sms, shape, m, *slot[:2]) for slot in found}
-    limit = 1.4 * min(bytes_moved.values(), default=0) if size > 1 << 22 else math.inf
-    order = sorted((slot[3], bytes_moved[slot], slot) for slot in found if bytes_moved[slot] <= limit)
+    limit = 1.4 * min(bytes_moved.values(), default=0) if shape.batch * shape.n * shape.k > 1 << 22 else math.inf
+    order = sorted((slot[2], bytes_moved[slot], slot) for slot in found if bytes_moved[slot] <= limit)
     return list(dict.fromkeys(found[slot] for *_, slot in order))
 
 
