@@ -31,7 +31,7 @@ version = "0"
 requires-python = ">=3.11"
 
 [dependency-groups]
-dev = ["pytest"]
+dev = ["pytest", "pytest-xdist"]
 
 [tool.uv.workspace]
 members = ["integration", "packages/*"]
