@@ -15,6 +15,7 @@ from lldecode.engine import Engine
 from lldecode.feature import Feature
 from lldecode.testing_vllm import run_vllm
 from lldecode_mtp_spec.vllm_ranks import LOCAL_ARGMAX, PATCHES, local_argmax_batch
+from lldecode_mtp_spec.vllm_sharing import PATCHES as SHARING
 from lldecode_mtp_spec.vllm_sharing import SHARE
 
 wraps = {p.attr: p.wrap for p in PATCHES}
@@ -123,13 +124,13 @@ def test_embedded_draft_computes_its_top_k_once(
     calls: list[int] = []
     indexer, stock_fn = layer.sparse_attn_indexer, layer.multi_step_decode
     monkeypatch.setattr(layer, "sparse_attn_indexer", lambda *a: (calls.append(1), indexer(*a))[1])
-    engine = Engine([Feature("ranks", "test", PATCHES)], host="lldecode")
+    engine = Engine([Feature("sharing", "test", SHARING)], host="lldecode")
     stock = layer.propose(mtp, states, state.hidden)
     assert len(calls) == 3 and not torch.equal(read[0], read[1])
     read.clear()
     calls.clear()
     try:
-        engine.reconcile(["ranks"])
+        engine.reconcile(["sharing"])
         assert layer.multi_step_decode is not stock_fn
         shared = layer.propose(mtp, states, state.hidden)
     finally:

@@ -78,18 +78,22 @@ _SPECULATOR = f"{_AUTOREGRESSIVE}.speculator:AutoRegressiveSpeculator"
 _REMOVE = "vLLM >= 0.28"
 
 
-def _patch(target: str, wrap: Callable[[Any], Any], why: str, expects: str) -> Patch:
-    return Patch(target, wrap, why, _REMOVE, frozenset({expects}))
+def patch(target: str, wrap: Callable[[Any], Any], why: str, remove_when: str, *expects: str) -> Patch:
+    return Patch(target, wrap, why, remove_when, frozenset(expects))
 
 
 PATCHES: tuple[Patch, ...] = (
-    *(_patch(f"{_SPECULATOR}.{name}", functools.partial(_hook, name), "the hook, by default the model's", ABSENT) for name in HOOKS),
-    _patch(f"{_SPECULATOR}.propose", _propose, "calls the prefill hooks", "f3ac17b5a8977996"),
-    _patch(f"{_SPECULATOR}._multi_step_decode", _multi_step_decode, "calls the decode hooks", "98a80ca5435239ad"),
-    _patch(
+    *(
+        patch(f"{_SPECULATOR}.{name}", functools.partial(_hook, name), "the hook, by default the model's", _REMOVE, ABSENT)
+        for name in HOOKS
+    ),
+    patch(f"{_SPECULATOR}.propose", _propose, "calls the prefill hooks", _REMOVE, "f3ac17b5a8977996"),
+    patch(f"{_SPECULATOR}._multi_step_decode", _multi_step_decode, "calls the decode hooks", _REMOVE, "98a80ca5435239ad"),
+    patch(
         f"{_AUTOREGRESSIVE}.cudagraph_utils:SpeculatorCudaGraphManager.capture",
         _capture,
         "calls the hooks around the capture of the same steps",
+        _REMOVE,
         "c1fd5119d20db2ce",
     ),
 )

@@ -3,7 +3,6 @@
 Every choice here depends on shapes and the environment alone, so that all ranks make the same one.
 """
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lldecode.feature import ABSENT, Patch, decline
-from lldecode_mtp_spec.vllm_sharing import SHARE
+from lldecode_mtp_spec.vllm_hooks import patch
 
 LOCAL_ARGMAX = "LLDECODE_MTP_SPEC_LOCAL_ARGMAX"
 """Environment variable: the largest batch whose greedy draft tokens come from one argmax a rank; 0, the default, is never."""
@@ -111,54 +110,34 @@ def _greedy_sample_draft(original: Callable[..., Tensor]) -> Callable[..., Tenso
     return greedy_sample_draft
 
 
-def _layer_multi_step_decode(original: Callable[..., Any]) -> Callable[..., Any]:
-    """In ``lldecode.layer`` a decoder layer without indexer reuses the top-k in the buffer: here the first draft step's."""
-
-    @functools.wraps(original)
-    def multi_step_decode(mtp: Any, *args: Any) -> Any:
-        share = os.environ.get(SHARE, "").strip() or str(int(mtp.block.dims.index_share_for_mtp_iteration))
-        if share != "1":
-            decline("mtp-spec", f"top-k sharing: index_share_for_mtp_iteration, or {SHARE}: expected 1, got {share}")
-            return original(mtp, *args)
-        return original(dataclasses.replace(mtp, block=dataclasses.replace(mtp.block, indexer=None)), *args)
-
-    return multi_step_decode
-
-
 _DSA = "vllm.models.deepseek_v32.nvidia"
 _LAYERS = "vllm.model_executor.layers"
 _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator"
 
-
-def _patch(target: str, wrap: Callable[[Any], Any], why: str, remove_when: str, *expects: str) -> Patch:
-    return Patch(target, wrap, why, remove_when, frozenset(expects))
-
-
 PATCHES: tuple[Patch, ...] = (
     *(
-        _patch(f"{module}:_can_use_flashinfer", _can_use_flashinfer, "asks the workspace's size first", "vLLM >= 0.29", "4c219afcae94bffa")
+        patch(f"{module}:_can_use_flashinfer", _can_use_flashinfer, "asks the workspace's size first", "vLLM >= 0.29", "4c219afcae94bffa")
         for module in (f"{_LAYERS}.fused_allreduce_gemma_rms_norm", f"{_DSA}.fused_ops")
     ),
-    _patch(
+    patch(
         f"{_DSA}.mtp:DeepseekV32MultiTokenPredictorLayer.forward",
         _layer_forward,
         "reduces the block's output inside the final norm",
         "vLLM >= 0.28",
         "f076ba8aed8da77a",
     ),
-    _patch(
+    patch(
         f"{_DSA}.mtp:DeepseekV32MTP.get_top_tokens",
         lambda original: _get_top_tokens,
         "each rank's argmax, then (value, id) pairs",
         "vLLM >= 0.28",
         ABSENT,
     ),
-    _patch(
+    patch(
         f"{_SPECULATOR}._greedy_sample_draft",
         _greedy_sample_draft,
         f"uses it up to {LOCAL_ARGMAX}",
         "vLLM chooses by batch size itself",
         "c55ebf95e3085ef5",
     ),
-    _patch("lldecode.layer:multi_step_decode", _layer_multi_step_decode, "shares one top-k among draft steps", "with the feature"),
 )

@@ -4,6 +4,7 @@ Later steps write no keys to the indexer's cache. Nothing reads these before the
 of the step it follows and writes them itself, with the tokens that were accepted.
 """
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from lldecode.feature import ABSENT, Patch, decline
 from lldecode_mtp_spec.compact import compact
-from lldecode_mtp_spec.vllm_hooks import HOOKS
+from lldecode_mtp_spec.vllm_hooks import HOOKS, patch
 
 SHARE = "LLDECODE_MTP_SPEC_SHARE"
 """Environment variable, 0 or 1: overrides ``index_share_for_mtp_iteration`` of the draft's config."""
@@ -118,26 +119,37 @@ def _attention_getattr(_: None) -> Callable[[Any, str], Any]:
     return __getattr__
 
 
-def _patch(target: str, wrap: Callable[[Any], Any], why: str, remove_when: str, expects: str) -> Patch:
-    return Patch(target, wrap, why, remove_when, frozenset({expects}))
+def _layer_multi_step_decode(original: Callable[..., Any]) -> Callable[..., Any]:
+    """In ``lldecode.layer`` a decoder layer without indexer reuses the top-k in the buffer: here the first draft step's."""
+
+    @functools.wraps(original)
+    def multi_step_decode(mtp: Any, *args: Any) -> Any:
+        share = _share() or str(int(mtp.block.dims.index_share_for_mtp_iteration))
+        if share != "1":
+            decline("mtp-spec", f"top-k sharing: index_share_for_mtp_iteration, or {SHARE}: expected 1, got {share}")
+            return original(mtp, *args)
+        return original(dataclasses.replace(mtp, block=dataclasses.replace(mtp.block, indexer=None)), *args)
+
+    return multi_step_decode
 
 
 _REMOVE = "vLLM >= 0.28"
 
 PATCHES: tuple[Patch, ...] = (
-    _patch(f"{_DSA}.attention:DeepseekV32Attention.__getattr__", _attention_getattr, "runs without indexer on reuse", _REMOVE, ABSENT),
-    _patch(
+    patch(f"{_DSA}.attention:DeepseekV32Attention.__getattr__", _attention_getattr, "runs without indexer on reuse", _REMOVE, ABSENT),
+    patch(
         "vllm.v1.worker.gpu.spec_decode.mtp.speculator:MTPSpeculator.load_draft_model",
         _load_draft_model,
         "decides whether the draft steps share their top-k",
         _REMOVE,
         "794b3b2b3eca8138",
     ),
-    _patch(
+    patch(
         "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.load_model",
         _v1_load_model,
         "says why there is no sharing on the V1 runner",
         _REMOVE,
         "060c8664f21a6c19",
     ),
+    patch("lldecode.layer:multi_step_decode", _layer_multi_step_decode, "shares one top-k among draft steps", "with the feature"),
 )

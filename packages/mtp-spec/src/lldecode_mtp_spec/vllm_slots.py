@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from lldecode.feature import Patch, decline
+from lldecode_mtp_spec.vllm_hooks import patch
 
 MAX_TOKENS = 1024
 """Above this nothing is kept: a prefill batch's indices would stay in memory that vLLM's profile has not seen."""
@@ -106,28 +107,30 @@ def _layer_buffer(*args: Any, **_: Any) -> Tensor:
     return args[5]
 
 
-def _patch(target: str, wrap: Callable[..., Any], why: str, *expects: str, **bound: Any) -> Patch:
-    return Patch(target, functools.partial(wrap, **bound), why, "vLLM >= 0.30", frozenset(expects))
-
-
 _CONVERT = "triton_convert_req_index_to_global_index"
 _ONCE = "converts once an indexer, not once a layer"
 _NEW = "an indexer's top-k is converted anew"
+_REMOVE = "vLLM >= 0.30"
 
 PATCHES: tuple[Patch, ...] = (
-    _patch(
+    patch(
         "vllm.models.deepseek_v32.nvidia.attention:sparse_attn_indexer",
-        _indexer,
+        functools.partial(_indexer, kept=_of_forward_pass, buffer=_buffer),
         _NEW,
+        _REMOVE,
         "9cc13f0cfbaa94b4",
-        kept=_of_forward_pass,
-        buffer=_buffer,
     ),
     *(
-        _patch(f"vllm.v1.attention.backends.mla.{module}:{_CONVERT}", _convert, _ONCE, "691cce89be0b63bc", kept=_of_forward_pass)
+        patch(
+            f"vllm.v1.attention.backends.mla.{module}:{_CONVERT}",
+            functools.partial(_convert, kept=_of_forward_pass),
+            _ONCE,
+            _REMOVE,
+            "691cce89be0b63bc",
+        )
         for module in ("flashinfer_mla_sparse", "flashmla_sparse", "flashattn_mla_sparse")
     ),
-    _patch("lldecode.layer:sparse_attn_indexer", _indexer, _NEW, kept=_of_layer_step, buffer=_layer_buffer),
-    _patch(f"lldecode.layer:{_CONVERT}", _convert, _ONCE, kept=_of_layer_step),
-    _patch("lldecode.layer:step", _layer_step, "keeps them for a step"),
+    patch("lldecode.layer:sparse_attn_indexer", functools.partial(_indexer, kept=_of_layer_step, buffer=_layer_buffer), _NEW, _REMOVE),
+    patch(f"lldecode.layer:{_CONVERT}", functools.partial(_convert, kept=_of_layer_step), _ONCE, _REMOVE),
+    patch("lldecode.layer:step", _layer_step, "keeps them for a step", _REMOVE),
 )
