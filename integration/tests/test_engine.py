@@ -440,6 +440,12 @@ def test_contract_rejects_malformed_data(feature):
         feature("x", twice, twice)
 
 
+def test_missing_distributions():
+    ctx = Context(versions={"torch": "2.11.0"})
+    assert ctx.missing() is None and ctx.missing("torch") is None
+    assert ctx.missing("triton", "torch", "numpy") == "numpy is not installed"
+
+
 def test_unproven_capabilities():
     proven = ((9, 0), (10, 3))
     assert Context(((9, 0), (10, 3))).unproven(proven) is None

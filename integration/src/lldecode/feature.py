@@ -37,6 +37,11 @@ class Context:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     required: bool = False
 
+    def missing(self, *distributions: str) -> str | None:
+        """Why what these distributions hold cannot be used, or None."""
+        missing = sorted(set(distributions) - set(self.versions))
+        return f"{missing[0]} is not installed" if missing else None
+
     def unproven(self, proven: Collection[tuple[int, int]]) -> str | None:
         """Why these GPUs are not all of a capability in `proven`, or None."""
         if not self.capabilities:

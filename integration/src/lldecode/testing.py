@@ -20,6 +20,22 @@ from typing import Any
 
 import torch
 
+from lldecode.feature import Context
+
+_CUTE_DSL = {"nvidia-cutlass-dsl": "4.6.0", "apache-tvm-ffi": "0.1.5"}
+
+CUTE_DSL_ACCEPTED = tuple(Context((capability,) * 8, _CUTE_DSL) for capability in ((9, 0), (10, 0), (10, 3)))
+"""Where a feature with CuTe DSL kernels for SM90, SM100 and SM103 runs."""
+
+CUTE_DSL_REFUSED = (
+    (Context((), _CUTE_DSL), "no CUDA device"),
+    (Context(((12, 0),), _CUTE_DSL), "capability: expected one of 9.0, 10.0, 10.3, got 12.0"),
+    (Context(((9, 0), (8, 0)), _CUTE_DSL), "capability: expected one of 9.0, 10.0, 10.3, got 8.0"),
+    (Context(((9, 0),), {"apache-tvm-ffi": "0.1.5"}), "nvidia-cutlass-dsl is not installed"),
+    (Context(((9, 0),), {"nvidia-cutlass-dsl": "4.6.0"}), "apache-tvm-ffi is not installed"),
+)
+"""Where it does not, and the reason that its probe gives."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:

@@ -6,26 +6,16 @@ import pytest
 import torch
 
 from lldecode.engine import drift
-from lldecode.feature import Context
+from lldecode.testing import CUTE_DSL_ACCEPTED, CUTE_DSL_REFUSED
 from lldecode_skinny_gemm.vllm import FEATURE, probe
 
-DSL = {"nvidia-cutlass-dsl": "4.6.0", "apache-tvm-ffi": "0.1.5"}
+
+@pytest.mark.parametrize("ctx", CUTE_DSL_ACCEPTED)
+def test_probe_accepts_the_proven(ctx):
+    assert probe(ctx) is None
 
 
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)])
-def test_probe_accepts_the_proven(capability):
-    assert probe(Context((capability,) * 8, DSL)) is None
-
-
-@pytest.mark.parametrize(
-    ("ctx", "reason"),
-    [
-        (Context((), DSL), "no CUDA device"),
-        (Context(((12, 0),), DSL), "capability: expected one of 9.0, 10.0, 10.3, got 12.0"),
-        (Context(((9, 0),), {"apache-tvm-ffi": "0.1.5"}), "nvidia-cutlass-dsl is not installed"),
-        (Context(((9, 0),), {"nvidia-cutlass-dsl": "4.6.0"}), "apache-tvm-ffi is not installed"),
-    ],
-)
+@pytest.mark.parametrize(("ctx", "reason"), CUTE_DSL_REFUSED)
 def test_probe_gives_the_reason(ctx, reason):
     assert probe(ctx) == reason
 

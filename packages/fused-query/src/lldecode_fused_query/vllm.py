@@ -22,9 +22,7 @@ _handed = threading.local()  # vLLM runs micro-batches in threads
 
 def probe(ctx: Context) -> str | None:
     """Why the kernel cannot run here, or None."""
-    if missing := {"nvidia-cutlass-dsl", "apache-tvm-ffi"} - set(ctx.versions):
-        return f"{min(missing)} is not installed"
-    return ctx.unproven(op.ARCHS)
+    return ctx.missing("apache-tvm-ffi", "nvidia-cutlass-dsl") or ctx.unproven(op.ARCHS)
 
 
 # fmt: off

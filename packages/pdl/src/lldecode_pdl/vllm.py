@@ -18,9 +18,7 @@ _KEYWORDS = ("slot_mapping", "indexer_k_cache", "mla_kv_cache", "mla_kv_cache_dt
 
 def probe(ctx: Context) -> str | None:
     """Why the kernels cannot run here, or None."""
-    if "triton" not in ctx.versions:
-        return "triton is not installed"
-    return ctx.unproven(op.ARCHS)
+    return ctx.missing("triton") or ctx.unproven(op.ARCHS)
 
 
 def _norm_rope(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -27,9 +27,7 @@ LAYERS = os.environ.get("LLDECODE_SKINNY_GEMM_LAYERS", "").strip() or "*"
 
 def probe(ctx: Context) -> str | None:
     """Why the kernel cannot run here, or None."""
-    if missing := {"nvidia-cutlass-dsl", "apache-tvm-ffi"} - set(ctx.versions):
-        return f"{min(missing)} is not installed"
-    return ctx.unproven(op.ARCHS)
+    return ctx.missing("apache-tvm-ffi", "nvidia-cutlass-dsl") or ctx.unproven(op.ARCHS)
 
 
 def _pdl() -> bool:
