@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,48 +53,6 @@ def test_attention_layer_gets_every_query_row(seam: dict[str, Any]) -> None:
 @pytest.mark.vllm
 def test_mtp_layer_and_backends_compute_the_same(seam: dict[str, Any]) -> None:
     assert seam["eh_norm_error"] < 1e-5 and seam["conversion_equal"]
-
-
-@pytest.mark.vllm
-def test_compiled_models_launch_with_pdl_unless_the_user_says_otherwise(seam: dict[str, Any]) -> None:
-    assert seam["on"]["inductor"] == [{"triton.enable_pdl": True}, {"triton.enable_pdl": False}] and seam["off"]["inductor"] == {}
-
-
-@pytest.mark.parametrize("looped", [False, True])
-def test_a_generated_kernel_waits_before_reads_of_what_an_older_one_wrote(monkeypatch: pytest.MonkeyPatch, looped: bool) -> None:
-    from torch._inductor.codegen.triton import TritonKernel
-    from torch._inductor.virtualized import V
-
-    lines: dict[str, list[str]] = {"body": [], "loads": []}
-    body, loads = (SimpleNamespace(writeline=lines[name].append) for name in lines)
-    kernel = SimpleNamespace(
-        body=body, inside_reduction=True, range_trees=[SimpleNamespace(is_loop=looped)], GDC_WAIT=TritonKernel.GDC_WAIT
-    )
-    before = SimpleNamespace(read_writes=SimpleNamespace(writes=[SimpleNamespace(name="buf1")], reads=[]))
-    stock = TritonKernel._handle_pdl_before_access
-    wrapped = wraps["torch._inductor.codegen.triton:TritonKernel._handle_pdl_before_access"](stock)
-    handlers = (
-        V.set_graph_handler(SimpleNamespace(scheduler=SimpleNamespace(previous_node=before))),  # type: ignore[arg-type]
-        V.set_kernel_handler(SimpleNamespace(current_node=SimpleNamespace(mutation_renames={}))),  # type: ignore[arg-type]
-    )
-    with handlers[0], handlers[1]:
-        for kernel._enable_pdl_codegen, method, waits in (
-            (lambda: True, stock, 0),
-            (lambda: False, wrapped, 0),
-            (lambda: True, wrapped, 1),
-        ):
-            method(kernel, loads, "buf0")
-            assert (len(lines["body"]), len(lines["loads"])) == ((waits, 0) if looped else (0, waits))
-
-
-def test_a_generated_kernel_lets_its_dependents_start_right_before_its_first_wait() -> None:
-    from torch._inductor.codegen.triton import TritonKernel
-
-    wrapped = wraps["torch._inductor.codegen.triton:TritonKernel._filter_pdl"](TritonKernel._filter_pdl)
-    wait, start, other = TritonKernel.GDC_WAIT, TritonKernel.GDC_LAUNCH, object()
-    code = SimpleNamespace(_lines=["  a", f"  {wait}", "  load", other, f"  {wait}", f"  {start}", "  load", f"  {start}", "  store"])
-    wrapped(TritonKernel, code)
-    assert code._lines == ["  a", f"  {start}", f"  {wait}", "  load", other, "  load", "  store"]
 
 
 class Original:

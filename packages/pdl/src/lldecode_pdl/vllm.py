@@ -1,7 +1,4 @@
-"""Seams in vLLM 0.26.0: the names under which importing modules hold ``fused_norm_rope``, ``fused_eh_norm`` and the index conversion.
-
-Where vLLM compiles a model, the kernels that Inductor generates launch as programmatic dependents, too (``triton.enable_pdl``).
-"""
+"""Seams in vLLM 0.26.0: the names under which importing modules hold ``fused_norm_rope``, ``fused_eh_norm`` and the index conversion."""
 
 import functools
 from collections.abc import Callable
@@ -33,7 +30,8 @@ def _norm_rope(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             indexer, keywords["indexer_k_cache"] = (None, None, None, 0.0, None, None), None
         elif len(args) != 15 or args[9] is None:
             reason = "index_k: expected a tensor and 15 arguments by position"
-        q_out = torch.empty_like(args[1], memory_format=torch.contiguous_format) if (out := kwargs.get("q_c_out")) is None else out
+        q_out = kwargs.get("q_c_out")
+        q_out = torch.empty_like(args[1], memory_format=torch.contiguous_format) if q_out is None else q_out
         call = (q_out, *kv, *indexer, *keywords.values())
         if reason := reason or op.supports_norm_rope(*call):
             decline(NAME, reason)
@@ -60,7 +58,8 @@ def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
     def triton_convert_req_index_to_global_index(
         req_id: Tensor, block_table: Tensor, token_indices: Tensor, BLOCK_SIZE: int = 64, NUM_TOPK_TOKENS: int = 2048, **rest: Any
     ) -> Any:
-        workspace = [rest.get(f"prefill_workspace_{n}") if rest.get("HAS_PREFILL_WORKSPACE") else None for n in ("request_ids", "starts")]
+        names = ("prefill_workspace_request_ids", "prefill_workspace_starts")
+        workspace = [rest.get(name) if rest.get("HAS_PREFILL_WORKSPACE") else None for name in names]
         counts = req_id.new_empty(len(req_id)) if rest.get("return_valid_counts") else None
         args: tuple[Any, ...] = (req_id, block_table, token_indices, BLOCK_SIZE, *workspace, counts)
         if reason := op.supports_convert(*args):
@@ -72,51 +71,9 @@ def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
     return triton_convert_req_index_to_global_index
 
 
-def _inductor_config(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def set_inductor_config(config: dict[str, Any], *args: Any) -> None:
-        original(config, *args)
-        config.setdefault("triton.enable_pdl", True)
-
-    return set_inductor_config
-
-
-def _inductor_wait(original: Callable[..., None]) -> Callable[..., None]:
-    """A generated kernel waits before its first access, whatever it reads.
-
-    PyTorch 2.11 leaves the wait out before reads of what the kernel just before did not write, on the premise that this one waited
-    before it let its dependents start. A kernel that lets go first, to have the next one's weights loaded early, breaks that.
-    """
-
-    @functools.wraps(original)
-    def _handle_pdl_before_access(self: Any, wait_buffer: Any, *_: Any, **__: Any) -> None:
-        if self._enable_pdl_codegen():
-            (self.body if self.inside_reduction and self.range_trees[-1].is_loop else wait_buffer).writeline(self.GDC_WAIT)
-
-    return _handle_pdl_before_access
-
-
-def _inductor_start(original: Callable[..., None]) -> Callable[..., None]:
-    """Of the PDL lines of a generated kernel the first wait is kept, and dependents start right before it, not after the last load."""
-
-    @functools.wraps(original)
-    def _filter_pdl(self: Any, code: Any) -> None:
-        lines: list[Any] = []
-        for line in code._lines:
-            pdl_line = isinstance(line, str) and line.strip() in (self.GDC_WAIT, self.GDC_LAUNCH)
-            if not pdl_line:
-                lines.append(line)
-            elif not any(isinstance(x, str) and x.strip() == self.GDC_WAIT for x in lines):
-                lines += [line.replace(self.GDC_WAIT, self.GDC_LAUNCH), line]
-        code._lines = lines
-
-    return _filter_pdl
-
-
 _DSA = "vllm.models.deepseek_v32.nvidia"
 _BACKENDS = "vllm.v1.attention.backends.mla"
 _NEVER = "vLLM launches this kernel with PDL (0.33.0 does not)"
-_INDUCTOR = "vLLM compiles with triton.enable_pdl, and Inductor's kernels wait whatever ran before"
 
 
 def _patch(target: str, wrap: Callable[[Any], Any], remove_when: str, *expects: str) -> Patch:
@@ -126,7 +83,7 @@ def _patch(target: str, wrap: Callable[[Any], Any], remove_when: str, *expects: 
 
 FEATURE = Feature(
     name=NAME,
-    summary="Programmatic dependent launch: norm + RoPE + cache write, MTP input norm, top-k index conversion, and what Inductor generates",
+    summary="Programmatic dependent launch of the decode chain: norm + RoPE + cache write, MTP input norm, top-k index conversion",
     probe=probe,
     default="off",  # until vLLM's engine has been measured with it on a GPU
     superseded_by="in part: vLLM 0.28.0 (PDL of fused_norm_rope), 0.29.0 (q norm of padded rows)",
@@ -137,9 +94,6 @@ FEATURE = Feature(
             _patch(f"{_BACKENDS}.{module}:triton_convert_req_index_to_global_index", _convert, _NEVER, "691cce89be0b63bc")
             for module in ("flashinfer_mla_sparse", "flashinfer_mla_sparse_sm120", "flashmla_sparse", "flashattn_mla_sparse")
         ),
-        _patch("vllm.compilation.compiler_interface:set_inductor_config", _inductor_config, _INDUCTOR, "4a8224c83f546108"),
-        _patch("torch._inductor.codegen.triton:TritonKernel._handle_pdl_before_access", _inductor_wait, _INDUCTOR, "e3f738a76307ee8d"),
-        _patch("torch._inductor.codegen.triton:TritonKernel._filter_pdl", _inductor_start, _INDUCTOR, "e6155db14425e19c"),
         _patch("lldecode.layer:fused_norm_rope", _norm_rope, "with the feature"),
         _patch("lldecode.layer:triton_convert_req_index_to_global_index", _convert, "with the feature"),
     ),
