@@ -6,6 +6,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,25 @@ def fma(a: float, b: float, c: float) -> float:
     return total
 
 
+def f64(bits: int) -> float:
+    return struct.unpack("<d", struct.pack("<Q", bits))[0]
+
+
+def double(op: str, *x: float) -> float:
+    """In fp64: products of which are exact, sums of which are rounded as `op` says."""
+    if op.startswith("fma.r"):
+        product = x[0] * x[1]
+        total = product + x[2]
+        if math.isfinite(total) and (error := Fraction(product) + Fraction(x[2]) - Fraction(total)):
+            toward = {"rm": -math.inf, "rp": math.inf}.get(op[4:6])
+            if toward and (error > 0) == (toward > 0):
+                total = math.nextafter(total, toward)
+        elif total == 0 and op[4:6] == "rm" and math.copysign(1, product) != math.copysign(1, x[2]):
+            total = -0.0
+        return total
+    return {"mul": lambda a, b: a * b, "abs": abs}[op.partition(".")[0]](*x)
+
+
 def signed(x: int, width: int) -> int:
     x &= (1 << width) - 1
     return x - (1 << width) if x >> (width - 1) else x
@@ -172,7 +192,7 @@ FLOAT: dict[str, Callable[..., Any]] = {
     "abs": abs,
     "fma": fma,
     "max": fmax,
-    "rcp": lambda a: np.float32(1) / np.float32(a),
+    "rcp": lambda a: np.nextafter(np.float32(1) / np.float32(a), np.float32(0)),  # approximate: may be off by one
     "mov": lambda a: a,
 }
 INTEGER: dict[str, Callable[..., int]] = {
@@ -223,9 +243,14 @@ class Memory:
 
 
 class Program:
-    """PTX of one kernel, run thread by thread; the threads of a warp meet at shuffles."""
+    """PTX of one kernel, run thread by thread; the threads of a warp meet at shuffles and votes.
 
-    def __init__(self, ptx: str) -> None:
+    Args:
+        doubt: False: no vote finds a lane in doubt.
+    """
+
+    def __init__(self, ptx: str, doubt: bool = True) -> None:
+        self.doubt, self.votes = doubt, 0
         self.code: list[tuple[str, str, list[str], list[str]]] = []
         self.labels: dict[str, int] = {}
         scope, inner = 0, False
@@ -258,11 +283,16 @@ class Program:
         arrived = [next(lane, None) for lane in lanes]
         while any(a is not None for a in arrived):
             (_, mask), *_ = arrived
-            assert all(a is not None and a[1] == mask for a in arrived), "a shuffle that not all threads of the warp reach"
-            arrived = [self._send(lane, arrived[i ^ mask][0]) for i, lane in enumerate(lanes)]
+            assert all(a is not None and a[1] == mask for a in arrived), "a shuffle or vote that not all threads of the warp reach"
+            if mask is None:
+                doubt = self.doubt and any(vote for vote, _ in arrived)
+                self.votes += doubt
+                arrived = [self._send(lane, doubt) for lane in lanes]
+            else:
+                arrived = [self._send(lane, arrived[i ^ mask][0]) for i, lane in enumerate(lanes)]
 
     @staticmethod
-    def _send(lane: Any, value: int) -> Any:
+    def _send(lane: Any, value: Any) -> Any:
         try:
             return lane.send(value)
         except StopIteration:
@@ -274,6 +304,8 @@ class Program:
         def value(name: str) -> Any:
             if name in regs:
                 return regs[name]
+            if name[0] == "%":
+                return 0xABABABAB  # half of a word may be undefined that is then shifted out
             return int(name[2:], 16) if name.startswith("0f") else int(name, 0)
 
         def names(operand: str) -> list[str]:
@@ -310,6 +342,9 @@ class Program:
             elif head == "shfl":
                 assert parts[2] == "bfly", op
                 regs[o[0]] = yield value(o[1]), value(o[2])
+            elif head == "vote":
+                assert op == "vote.sync.any.pred", op
+                regs[o[0]] = yield regs[o[1]], None
             elif head == "mov" and "{" in o[0]:
                 small = width // len(names(o[0]))
                 regs.update((n, value(o[1]) >> small * i & (1 << small) - 1) for i, n in enumerate(names(o[0])))
@@ -321,6 +356,11 @@ class Program:
                 round_to = to_fp8 if "e4m3x2" in parts else to_bf16
                 if op == "cvt.f32.bf16":
                     regs[o[0]] = x[0] << 16
+                elif op == "cvt.f64.f32":
+                    regs[o[0]] = struct.unpack("<Q", struct.pack("<d", f32(x[0])))[0]
+                elif op == "cvt.rn.f32.f64":
+                    with np.errstate(over="ignore"):
+                        regs[o[0]] = bits32(np.float64(f64(x[0])))
                 elif kind == "f32":
                     regs[o[0]] = sum(round_to(f32(b)) << (8 if round_to is to_fp8 else 16) * i for i, b in enumerate(reversed(x)))
                 else:
@@ -329,14 +369,16 @@ class Program:
             elif head == "selp":
                 regs[o[0]] = value(o[1]) if regs[o[3]] else value(o[2])
             elif head == "setp":
-                read = f32 if kind == "f32" else (lambda b, w=width, k=kind: signed(b, w) if k[0] == "s" else b & (1 << w) - 1)
+                read = {"f32": f32, "f64": f64}.get(kind) or (lambda b, w=width, k=kind: signed(b, w) if k[0] == "s" else b & (1 << w) - 1)
                 result = COMPARE[parts[1]](read(value(o[1])), read(value(o[2])))
-                regs[o[0]] = result and regs[o[3]] if "and" in parts else result
+                regs[o[0]] = result and regs[o[3]] if "and" in parts else result or regs[o[3]] if "or" in parts else result
             elif kind == "pred":
-                regs[o[0]] = bool(INTEGER[head](*(regs[n] for n in o[1:])))
+                regs[o[0]] = bool(INTEGER[head](*(int(regs[n]) for n in o[1:])) & 1)
             elif kind == "f32":
                 with np.errstate(all="ignore"):
                     regs[o[0]] = bits32(FLOAT[head](*(f32(value(n)) for n in o[1:])))
+            elif kind == "f64":
+                regs[o[0]] = struct.unpack("<Q", struct.pack("<d", double(op, *(f64(value(n)) for n in o[1:]))))[0]
             elif head != "griddepcontrol":
                 to = 64 if "wide" in parts else width
                 x = [
@@ -346,8 +388,8 @@ class Program:
                 regs[o[0]] = INTEGER[head](*x) & (1 << to) - 1
 
 
-def emulate(case: Case, ptx: str) -> None:
-    """Run the kernel on the CPU tensors of a case, which it writes."""
+def emulate(case: Case, ptx: str, doubt: bool = True) -> int:
+    """Run the kernel on the CPU tensors of a case, which it writes; returns how often a warp was in doubt."""
     from lldecode_fused_query.kernel import WARPS
 
     memory = Memory()
@@ -367,12 +409,14 @@ def emulate(case: Case, ptx: str) -> None:
     if index_heads:
         params += [tensor(case.index_q, 0, 1), tensor(case.index_cos_sin, 0), tensor(case.index_weights, 0, 1)]
         params += [tensor(case.idx_q_fp8, 0, 1), tensor(case.idx_weights_out, 0, 1)]
-    rope_begin = -(-index_heads // 2)
-    nope_begin = rope_begin - (-heads // 2)
+    rope_begin = -(-index_heads // 4)
+    nope_begin = rope_begin - (-heads // 4)
     work = nope_begin + (heads if case.ql_nope is not None else 0)
     params += [struct.pack("<f", case.scales["softmax_scale"]), struct.pack("<f", case.scales["head_scale"])]
     params += [struct.pack("<i", rope_begin), struct.pack("<i", nope_begin)]
-    Program(ptx).run(params, (len(case.positions), -(-work // WARPS)), 32 * WARPS, memory)
+    program = Program(ptx, doubt)
+    program.run(params, (len(case.positions), -(-work // WARPS)), 32 * WARPS, memory)
+    return program.votes
 
 
 @pytest.fixture

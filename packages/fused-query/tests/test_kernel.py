@@ -21,11 +21,11 @@ def build(cfg, arch="sm_90a"):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("cfg", [FP8, BF16], ids=["fp8", "bf16"])
-def test_compiles(cfg, arch):
+@pytest.mark.parametrize(("cfg", "wide_loads"), [(FP8, 2 + 3 + 4), (BF16, 2 + 1 + 1)], ids=["fp8", "bf16"])
+def test_compiles(cfg, wide_loads, arch):
     got = build(cfg, arch)
     assert got.local_bytes == 0
-    assert len(re.findall(r"LDG\.E\.128", got.sass)) == 2  # the latent parts
+    assert len(re.findall(r"LDG\.E\.128", got.sass)) == wide_loads  # of the latent, rotary and indexer warps
     assert f".target {arch}" in got.ptx
     wait, launch = got.ptx.index("griddepcontrol.wait"), got.ptx.index("griddepcontrol.launch_dependents")
     assert wait < launch < min(got.ptx.index("ld.global"), got.ptx.index("st.global"))
@@ -94,6 +94,92 @@ def test_a_product_that_fp32_rounds_to_a_midpoint_is_not_a_tie(cases):
         x[..., 1:64:2] = -3 * 2.0**3
     cases.emulate(case, build(FP8).ptx)
     assert cases.differences(case, cases.run_reference(case)) == [0, 0, 0]
+
+
+def plant(x, pair, interleave, first, second):
+    """Two elements of rows that rotate with each other."""
+    x[..., 2 * pair if interleave else pair], x[..., 2 * pair + 1 if interleave else 32 + pair] = first, second
+
+
+@pytest.mark.parametrize("cfg", [FP8, dataclasses.replace(FP8, output="bf16", interleave=False)], ids=["fp8", "bf16"])
+def test_a_single_lane_in_doubt(cases, cfg):
+    """Its warp settles it; without that the result is wrong, and without the lane no warp is in doubt."""
+    tie = 1.0625 if cfg.output == "fp8" else 1.0
+
+    def case(doubtful):
+        case = cases.make_case(1, 4, 4, cfg.output, interleave=cfg.interleave)
+        table = case.cos_sin[case.positions[0]]
+        table[7], table[32 + 7] = (1, 2.0**-60) if cfg.output == "fp8" else (1 + 2.0**-8, 2.0**-60)
+        plant(case.q_pe, 7, True, 1.5, 1.5)
+        plant(case.index_q, 7, cfg.interleave, 1.5, 1.5)
+        if doubtful:  # just under the midpoint, and just over
+            plant(case.q_pe[0, 2], 7, True, tie, tie)
+            plant(case.index_q[0, 1], 7, cfg.interleave, 1.0625 / table[7], 1.0625 / table[7])
+        return case
+
+    ptx = build(cfg).ptx
+    plain, settled, fast = case(False), case(True), case(True)
+    assert cases.emulate(plain, ptx) == 0
+    assert cases.differences(plain, cases.run_reference(plain)) == [0, 0, 0]
+    assert cases.emulate(settled, ptx) == (2 if cfg.output == "fp8" else 1)
+    expected = cases.run_reference(settled)
+    assert cases.differences(settled, expected) == [0, 0, 0]
+    cases.emulate(fast, ptx, doubt=False)
+    assert cases.differences(fast, expected) == [1, int(cfg.output == "fp8"), 0]
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+@pytest.mark.parametrize(("sign", "doubt"), [(1, True), (0, True), (-1, True), (1, False)])
+def test_a_maximum_at_the_threshold_of_the_scale(cases, interleave, sign, doubt):
+    """1.75 * 2^4 takes a scale of 2^-4, what is greater by less than fp32 tells takes 2^-3."""
+    case = cases.make_case(1, 1, 4, interleave=interleave)
+    case.cos_sin[:, 9], case.cos_sin[:, 32 + 9] = 1, -sign * 2.0**-60
+    plant(case.q_pe, 9, True, 1, 0)
+    plant(case.index_q, 9, interleave, 1, 0)
+    plant(case.index_q[0, 2], 9, interleave, 28, 1)
+    case.index_weights.fill_(1)
+    votes = cases.emulate(case, build(dataclasses.replace(FP8, interleave=interleave)).ptx, doubt)
+    expected = cases.run_reference(case)
+    scale = expected[2][0, 2] / (case.scales["softmax_scale"] * case.scales["head_scale"])
+    assert scale.item() == pytest.approx(2.0**-3 if sign > 0 else 2.0**-4)
+    weights = int((case.idx_weights_out != expected[2]).sum())
+    assert (votes, weights) == ((1, 0) if doubt else (0, 1))
+
+
+def test_a_rotation_that_cancels(cases):
+    """p * c - q * s with products that differ in their last bits: the error of an fp32 product is all that is left, or much of it."""
+    case = cases.make_case(1, 4, 4)
+    g = torch.Generator().manual_seed(1)
+    case.cos_sin[:, :32] = torch.rand(50, 32, generator=g) + 1
+    case.cos_sin[:, 32:] = case.cos_sin[:, :32] * (1 + torch.randint(-64, 64, (50, 32), generator=g) * 2.0**-23)
+    for x in (case.q_pe, case.index_q):
+        x[..., 1:64:2] = x[..., 0:64:2]
+    case.q_scale.fill_(2.0**-22)
+    cases.emulate(case, build(FP8).ptx, doubt=False)
+    expected = cases.run_reference(case)
+    assert (case.mqa_output[..., 512::2] == expected[0][..., 512::2]).float().mean() > 0.99
+    cases.emulate(case, build(FP8).ptx)
+    assert cases.differences(case, expected) == [0, 0, 0]
+
+
+def test_subnormal_results_are_exact(cases):
+    """2.5 units of the smallest bf16, and a hair: fp32 cannot tell it from the midpoint."""
+    case = cases.make_case(1, 4, 0, "rope")
+    case.cos_sin[:, :32], case.cos_sin[:, 32:] = 5 / 16 * (1 + 2.0**-20), 0
+    case.q_pe.fill_(2.0**-130)
+    case.positions = case.positions.int()
+    cases.emulate(case, build(dataclasses.replace(ROPE, align=16)).ptx)
+    assert case.mqa_output.unique().tolist() == [3 * 2.0**-133]
+
+
+@pytest.mark.parametrize("q_scale", [1.5 * 2.0**-126, 2.0**127, 2.0**-126, *((m - 2.0**-23) * 2.0**127 for m in (1.25, 1.5, 1.75, 1.875))])
+def test_scales_at_the_ends(cases, q_scale):
+    case = cases.make_case(1, 4, 0, q_scale=q_scale, raw=True)
+    midpoints = 2.0 ** -torch.arange(8)[:, None] * (1 + torch.arange(16) / 8 + 1 / 16)
+    case.ql_nope[0, 3, :128] = (midpoints.double() * q_scale).flatten()
+    cfg = dataclasses.replace(FP8, indexed=False, interleave=False)
+    cases.emulate(case, build(cfg).ptx)
+    assert cases.differences(case, cases.run_reference(case)) == [0]
 
 
 @pytest.mark.parametrize("q_scale", [1.0, 3.0])

@@ -70,6 +70,7 @@ REFUSALS = {
     "q_pe: expected shape [2, 3, 64], got [2, 3, 32]": lambda c: {"q_pe": c.q_pe[..., :32]},
     "q_pe: expected shape [2, 1, 64], got [2, 0, 64]": lambda c: {"q_pe": c.q_pe[:, :0]},
     "q_pe: expected a last dimension of stride 1": lambda c: {"q_pe": strided(c.q_pe)},
+    "q_pe: expected strides below 2 GiB": lambda c: {"positions": c.positions[:1], "q_pe": c.q_pe.as_strided((1, 3, 64), (2**30, 64, 1))},
     "cos_sin: expected torch.bfloat16 or torch.float32, got torch.float16": lambda c: {"cos_sin": c.cos_sin.half()},
     "ql_nope: expected shape [2, 3, 512], got [2, 3, 256]": lambda c: {"ql_nope": c.ql_nope[..., :256]},
     "q_scale: expected a tensor, got None": lambda c: {"q_scale": None},

@@ -2,19 +2,21 @@
 
 A token's work is a list of warps: indexer rows first, then rotary parts, then latent parts of the MQA heads; a CTA takes
 the next :data:`WARPS` of them, so any number of heads fits. Nothing is shared between warps: the maximum of an indexer
-row is found by shuffles in half a warp. A warp issues all of its loads before it uses the first.
+row is found by shuffles in a quarter of a warp. A warp issues all of its loads before it uses the first.
 
-Rounding is that of exact arithmetic: a rotation or quotient keeps its rounding error, and its last bit is made odd where it
-is inexact (round to odd), so that the rounding to fp8 or bf16 is the only one. Rotations are computed at a quarter of
-their size, as they would overflow for the largest bf16 queries.
+Rounding is that of exact arithmetic. A rotation in fp32 is off by at most 2u of itself, u = 2^-24, its reciprocal scale by 2u;
+both ends of the interval that this leaves are rounded. Where they differ, or a row's maximum may lie on either side of a
+scale's threshold, the value is in doubt: an fp64 comparison, in a branch of the warp, settles it.
 """
 
 import dataclasses
+import functools
+import struct
 from typing import Any
 
 import cutlass
 import torch
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint16, Uint32, cute
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.arch import inline_ptx
 
 from lldecode.jit import Kernel
@@ -24,37 +26,42 @@ NOPE, ROPE, INDEX_DIM = 512, 64, 128
 # Of 2 to 16 warps a CTA and 1 to 4 heads a warp, on an H200: one head, and this, within 4 % of the best at every shape of bench.py.
 WARPS = 4
 
-# w0 + w1 = r0 * r1 + r2 * r3: two products and their errors, a two-sum, and what the last sum leaves over. A zero keeps its sign.
-ROTATE = """{ .reg .f32 p, q, m, n, e, f, d, x, y, t, h; .reg .pred k;
-mul.rn.f32 p, {$r0}, {$r1}; neg.f32 m, p; fma.rn.f32 e, {$r0}, {$r1}, m;
-mul.rn.f32 q, {$r2}, {$r3}; neg.f32 n, q; fma.rn.f32 f, {$r2}, {$r3}, n;
-add.rn.f32 d, p, q; sub.rn.f32 x, d, p; sub.rn.f32 y, d, x; sub.rn.f32 x, q, x; sub.rn.f32 y, p, y; add.rn.f32 t, x, y;
-add.rn.f32 e, e, f; add.rn.f32 t, t, e; setp.ne.f32 k, t, 0f00000000; selp.f32 t, t, 0f80000000, k;
-add.rn.f32 h, d, t; sub.rn.f32 x, h, d; sub.rn.f32 {$w1}, t, x; mov.f32 {$w0}, h; }"""
+# r0 * r1 + r2 * r3, off by at most 2u of itself (Jeannerod, Louvet, Muller: "Further analysis of Kahan's algorithm"). Keeps a zero's sign;
+# where a product overflows the result is infinite or NaN.
+ROTATE = """{ .reg .f32 q, n, e, r;
+mul.rn.f32 q, {$r2}, {$r3}; neg.f32 n, {$r2}; fma.rn.f32 e, n, {$r3}, q; fma.rn.f32 r, {$r0}, {$r1}, q; sub.rn.f32 {$w0}, r, e; }"""
 
-# w0 + w1 * a positive number = (r0 + r3) / r1, where r2 = 1 / r1. Beyond fp8's range the plain quotient is as good, and has a zero's sign.
-DIVIDE = """{ .reg .f32 q, n, e, r; .reg .pred k;
-mul.rn.f32 q, {$r0}, {$r2}; abs.f32 n, q; setp.lt.f32 k, n, 0f44000000; setp.gt.and.f32 k, n, 0f2f800000, k;
-neg.f32 n, q; fma.rn.f32 e, n, {$r1}, {$r0}; add.rn.f32 e, e, {$r3}; fma.rn.f32 r, e, {$r2}, q;
-neg.f32 n, r; fma.rn.f32 e, n, {$r1}, {$r0}; add.rn.f32 e, e, {$r3};
-selp.f32 {$w0}, r, q, k; selp.f32 {$w1}, e, 0f00000000, k; }"""
-DIVIDE_ONE = DIVIDE.replace("add.rn.f32 e, e, {$r3};", "")  # r3 = 0: a constant operand does not compile
+# (r0 * r1 + r2 * r3) / r4, where r5 is about 1 / r4, as a number on the same side of, or at, every number of 12 bits: fp8 and bf16
+# round it, and a scale's threshold compares to it, as to the quotient itself. fp64 holds each product, and a number of 12 bits times r4.
+EXACT = """{ .reg .f64 a, c, q, s, l, h; .reg .f32 m, f; .reg .b32 b; .reg .pred k, j; cvt.f64.f32 q, {$r2}; cvt.f64.f32 s, {$r3};
+mul.rn.f64 q, q, s; cvt.f64.f32 a, {$r0}; cvt.f64.f32 c, {$r1}; fma.rm.f64 l, a, c, q; fma.rp.f64 h, a, c, q; fma.rn.f64 q, a, c, q;
+cvt.f64.f32 s, {$r5}; mul.rn.f64 q, q, s; cvt.rn.f32.f64 m, q; mul.rn.f32 m, m, 0f3f800008; mov.b32 b, m; and.b32 b, b, 0xfffff000;
+mov.b32 m, b; cvt.f64.f32 q, m; cvt.f64.f32 s, {$r4}; mul.rn.f64 q, q, s; abs.f64 q, q; abs.f64 l, l; abs.f64 h, h; setp.lt.f64 k, l, q;
+setp.lt.or.f64 k, h, q, k; setp.gt.f64 j, l, q; setp.gt.or.f64 j, h, q, j; selp.f32 f, 0f3f7ff800, 0f3f800000, k;
+selp.f32 f, 0f3f800400, f, j; mul.rn.f32 {$w0}, m, f; }"""
 
-# r0 + r1 rounded to odd: where r1 is not zero and r0 is even, r0's neighbour on the side of r1.
-ROUND_TO_ODD = """{ .reg .pred k; .reg .b32 b, s;
-setp.ne.f32 k, {$r1}, 0f00000000; mov.b32 b, {$r0}; mov.b32 s, {$r1}; xor.b32 s, s, b; shr.s32 s, s, 31; or.b32 s, s, 1; add.s32 s, b, s;
-and.b32 b, b, 1; setp.eq.and.s32 k, b, 0, k; mov.b32 b, {$r0}; selp.b32 b, s, b, k; mov.b32 {$w0}, b; }"""
+# Four values times r4 in fp8, and a byte that is not 0 for each that is NaN or differs from that of minus the value times r5.
+BOTH_FP8X4 = """{ .reg .f32 a, b, c, d; .reg .b16 x, y; .reg .b32 u, v; mul.rn.f32 a, {$r0}, {$r4}; mul.rn.f32 b, {$r1}, {$r4};
+mul.rn.f32 c, {$r2}, {$r4}; mul.rn.f32 d, {$r3}, {$r4}; cvt.rn.satfinite.e4m3x2.f32 x, b, a; cvt.rn.satfinite.e4m3x2.f32 y, d, c;
+mov.b32 u, {x, y}; mul.rn.f32 a, {$r0}, {$r5}; mul.rn.f32 b, {$r1}, {$r5}; mul.rn.f32 c, {$r2}, {$r5}; mul.rn.f32 d, {$r3}, {$r5};
+cvt.rn.satfinite.e4m3x2.f32 x, b, a; cvt.rn.satfinite.e4m3x2.f32 y, d, c; mov.b32 v, {x, y}; xor.b32 v, v, u;
+xor.b32 {$w1}, v, 0x80808080; mov.b32 {$w0}, u; }"""
 
-ABS_MAX = "{ .reg .f32 a; abs.f32 a, {$r1}; max.f32 {$w0}, {$r0}, a; }"
+# The same for two values in bf16; also in doubt below 2^-111, where the error of fp32 is no longer relative.
+BOTH_BF16X2 = """{ .reg .f32 a, b; .reg .b32 u, v, t; mul.rn.f32 a, {$r0}, {$r2}; mul.rn.f32 b, {$r1}, {$r2}; cvt.rn.bf16x2.f32 u, b, a;
+mul.rn.f32 a, {$r0}, {$r3}; mul.rn.f32 b, {$r1}, {$r3}; cvt.rn.bf16x2.f32 v, b, a; xor.b32 v, v, u; xor.b32 v, v, 0x80008000;
+and.b32 t, u, 0x7fff7fff; add.s32 t, t, 0x78007800; not.b32 t, t; and.b32 t, t, 0x80008000; or.b32 {$w1}, v, t; mov.b32 {$w0}, u; }"""
+
+ABS_MAX = "{ .reg .f32 a, b; abs.f32 a, {$r0}; abs.f32 b, {$r1}; max.f32 {$w0}, a, b; }"
 
 # ue8m0 scale of a row whose largest quarter is r0, and its inverse: 2^k for the least k >= -22 with 4 * r0 <= 1.75 * 2^(k + 8).
-UE8M0 = """{ .reg .pred k; .reg .b32 b, s, i; .reg .f32 a;
-max.f32 a, {$r0}, 0f00000000; mov.b32 b, a; setp.ge.s32 k, b, 0x7f800000;
-add.s32 s, b, 0x1fffff; shr.s32 s, s, 23; sub.s32 s, s, 6; max.s32 s, s, 105; sub.s32 i, 254, s;
-shl.b32 s, s, 23; selp.b32 s, 0x7f800000, s, k; mov.b32 {$w0}, s; shl.b32 i, i, 23; selp.b32 i, 0, i, k; mov.b32 {$w1}, i; }"""
+UE8M0 = """{ .reg .pred k; .reg .b32 b, s, i; .reg .f32 a; max.f32 a, {$r0}, 0f00000000; mov.b32 b, a; setp.ge.s32 k, b, 0x7f800000;
+add.s32 s, b, 0x1fffff; shr.s32 s, s, 23; sub.s32 s, s, 6; max.s32 s, s, 105; sub.s32 i, 254, s; shl.b32 s, s, 23;
+selp.b32 s, 0x7f800000, s, k; mov.b32 {$w0}, s; shl.b32 i, i, 23; selp.b32 i, 0, i, k; mov.b32 {$w1}, i; }"""
 
 TO_FP8X4 = """{ .reg .b16 x, y;
 cvt.rn.satfinite.e4m3x2.f32 x, {$r1}, {$r0}; cvt.rn.satfinite.e4m3x2.f32 y, {$r3}, {$r2}; mov.b32 {$w0}, {x, y}; }"""
+TO_BF16X2 = "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,69 +86,105 @@ class Config:
     pdl: bool
 
 
-def _load(row: Any, n: int, at: Any) -> Any:
-    """Registers with elements ``[n * at, n * at + n)`` of a row."""
+def _row(x: Any, *at: Any) -> Any:
+    """``x[*at, ...]`` as a row; a stride in bytes has 31 bits, so that a coordinate takes one instruction."""
+    address = x.iterator.toint()
+    for i, stride in zip(at, x.stride, strict=False):
+        step = Int32(stride) * (x.element_type.width // 8)
+        address = inline_ptx("mad.wide.s32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int64], read_only_args=[Int32(i), step, address])
+    pointer = cute.make_ptr(x.element_type, address, cute.AddressSpace.gmem, assumed_align=x.iterator.alignment)
+    return cute.make_tensor(pointer, cute.make_layout(x.shape[-1]))
+
+
+def _tile(row: Any, n: int, at: Any, skip: int) -> Any:
+    """Elements ``[n * (skip + at), n * (skip + at + 1))`` of a row; `skip` becomes part of an instruction."""
+    tile = cute.local_tile(row, (n,), (at,))
+    return cute.make_tensor(tile.iterator + n * skip, tile.layout)
+
+
+def _load(row: Any, n: int, at: Any, skip: int = 0) -> Any:
     regs = cute.make_rmem_tensor(n, row.element_type)
-    cute.autovec_copy(cute.local_tile(row, (n,), (at,)), regs)
+    cute.autovec_copy(_tile(row, n, at, skip), regs)
     return regs
 
 
-def _store(row: Any, at: Any, regs: Any) -> None:
+def _store(row: Any, regs: Any, at: Any, skip: int = 0) -> None:
     """A row of fp8 is written in the wider integers that registers hold."""
-    row = cute.recast_tensor(row, regs.element_type)
-    cute.autovec_copy(regs, cute.local_tile(row, (cute.size(regs),), (at,)))
+    cute.autovec_copy(regs, _tile(cute.recast_tensor(row, regs.element_type), cute.size(regs), at, skip))
 
 
 def _floats(regs: Any) -> list[Any]:
-    return [regs[i].to(Float32) for i in range(cute.size(regs))]
+    if regs.element_type is Float32:
+        return [regs[i] for i in range(cute.size(regs))]
+    words = cute.recast_tensor(regs, Uint32)
+    return [half.bitcast(Float32) for i in range(cute.size(words)) for half in (words[i] << 16, words[i] & Uint32(0xFFFF0000))]
 
 
 def _ptx(code: str, results: int, *args: Any) -> Any:
     return inline_ptx(code, write_only_types=[Float32] * results, read_only_args=list(args))
 
 
-def _fp8(values: list[Any]) -> Any:
-    """Registers with a multiple of four values in fp8, four in each, rounded to nearest, saturating."""
-    out = cute.make_rmem_tensor(len(values) // 4, Uint32)
-    for i in range(len(values) // 4):
-        out[i] = inline_ptx(TO_FP8X4, write_only_types=[Uint32], read_only_args=values[4 * i : 4 * i + 4])
+def _constant(x: float) -> Any:
+    """In a register: inline PTX takes no constants."""
+    return _ptx(f"mov.f32 {{$w0}}, 0f{struct.pack('>f', x).hex()};", 1)
+
+
+def _abs_max(values: list[Any]) -> Any:
+    return functools.reduce(lambda a, b: _ptx(ABS_MAX, 1, a, b), values)
+
+
+def _row_scale(*quarters: Any) -> Any:
+    """Scale and inverse of a row that eight lanes share, from a quarter of the largest absolute values."""
+    return _ptx(UE8M0, 2, cute.arch.warp_reduction(cute.arch.fmax(*quarters), cute.arch.fmax, threads_in_group=8))
+
+
+def _packed(code: str, values: list[Any], inverse: Any = None, margin: float = 0) -> list[Any]:
+    """Registers with words of four values in fp8 or two in bf16; with an inverse, of the values times it, and, in further
+    registers, where a relative error of `margin` matters.
+    """
+    ends = [] if inverse is None else [inverse * (1 + margin), inverse * (margin - 1)]
+    n, results = (2 if "bf16x2" in code else 4), 1 + len(ends) // 2
+    out = [cute.make_rmem_tensor(len(values) // n, Uint32) for _ in range(results)]
+    for i in range(len(values) // n):
+        words = inline_ptx(code, write_only_types=[Uint32] * results, read_only_args=[*values[n * i : n * i + n], *ends])
+        for regs, word in zip(out, words if ends else [words], strict=True):
+            regs[i] = word
     return out
 
 
-def _bf16(values: list[Any]) -> Any:
-    out = cute.make_rmem_tensor(len(values), BFloat16)
-    for i, value in enumerate(values):
-        out[i] = value.to(BFloat16)
-    return out
+def _terms(x: list[Any], cos: list[Any], sin: list[Any], interleave: bool) -> list[tuple[Any, ...]]:
+    """What rotates pairs, in the order of `x`: (p, c, q, s) for p * c + q * s."""
+    pairs = list(zip(*((x[0::2], x[1::2]) if interleave else (x[:4], x[4:])), cos, sin, strict=True))
+    first, second = [(p, c, q, -s) for p, q, c, s in pairs], [(q, c, p, s) for p, q, c, s in pairs]
+    return [t for pair in zip(first, second, strict=True) for t in pair] if interleave else first + second
 
 
-def _rotate(x: list[Any], cos: list[Any], sin: list[Any], interleave: bool) -> list[tuple[Any, Any]]:
-    """A quarter of two rotated pairs, in the order of `x`, each value as a pair of fp32 numbers whose sum it is."""
-    (a, c), (b, d) = (x[0::2], x[1::2]) if interleave else (x[:2], x[2:])
-    first = [_ptx(ROTATE, 2, p, cos[i], q, -sin[i]) for i, (p, q) in enumerate(((a, b), (c, d)))]
-    second = [_ptx(ROTATE, 2, q, cos[i], p, sin[i]) for i, (p, q) in enumerate(((a, b), (c, d)))]
-    return [first[0], second[0], first[1], second[1]] if interleave else [*first, *second]
-
-
-def _quarter_cos_sin(row: Any, part: Any) -> list[list[Any]]:
-    """Of the two pairs of lane `part`."""
-    return [[x * 0.25 for x in _floats(_load(row, 2, at))] for at in (part, ROPE // 4 + part)]
+def _any(words: Any) -> Any:
+    """Whether a bit is set in any lane of the warp."""
+    return cute.arch.vote_any_sync(functools.reduce(lambda a, b: a | b, [words[i] for i in range(cute.size(words))]) != 0)
 
 
 @cute.jit
-def _quantize(values: list[tuple[Any, Any]], scale: Float32, out: cute.Tensor) -> None:
-    """Write sums of two numbers (or of one and None), divided by a scale, as fp8."""
-    bits = scale.bitcast(Int32)
-    # a power of two, away from the ends so that neither its inverse nor a quotient that matters overflows
-    if (bits & 0x7FFFFF) == 0 and bits > (27 << 23) and bits < (227 << 23):
-        inverse = ((254 << 23) - bits).bitcast(Float32)
-        cute.autovec_copy(_fp8([(high if low is None else _ptx(ROUND_TO_ODD, 1, high, low)) * inverse for high, low in values]), out)
-    else:
-        inverse = 1.0 / scale
-        quotients = [
-            _ptx(DIVIDE_ONE, 2, high, scale, inverse) if low is None else _ptx(DIVIDE, 2, high, scale, inverse, low) for high, low in values
-        ]
-        cute.autovec_copy(_fp8([_ptx(ROUND_TO_ODD, 1, *quotient) for quotient in quotients]), out)
+def _settled(values: list[Any], terms: list[tuple[Any, ...]], doubt: cute.Tensor, scale: Float32, inverse: Float32) -> list[Any]:
+    """The values, those in doubt replaced by what rounds as terms / scale does."""
+    out, bits = cute.make_rmem_tensor(len(values), Float32), 32 * cute.size(doubt) // len(values)
+    for i in cutlass.range_constexpr(len(values)):
+        out[i] = values[i]
+        if (doubt[bits * i // 32] & Uint32(((1 << bits) - 1) << (bits * i % 32))) != 0:
+            out[i] = _ptx(EXACT, 1, *terms[i], scale, inverse)
+    return [out[i] for i in range(len(values))]
+
+
+@cute.jit
+def _quantize(values: list[Any], terms: list[tuple[Any, ...]], scale: Float32) -> cute.Tensor:
+    """In fp8: terms, of which the values are an fp32 approximation, divided by a scale."""
+    inverse = _ptx("rcp.approx.f32 {$w0}, {$r0};", 1, scale)
+    out, doubt = _packed(BOTH_FP8X4, values, inverse, 2.0**-21)
+    if scale < 2.0**-100 or scale > 2.0**100:  # an inverse or a quotient may be out of range
+        doubt.fill(Uint32(0xFFFFFFFF))
+    if _any(doubt):
+        cute.autovec_copy(_packed(TO_FP8X4, _settled([x * inverse for x in values], terms, doubt, scale, inverse))[0], out)
+    return out
 
 
 class _FusedQuery:
@@ -156,8 +199,8 @@ class _FusedQuery:
         softmax_scale: Float32, head_scale: Float32, stream: Any,
     ) -> None:
         heads = mQPe.shape[1]
-        index_warps = cute.ceil_div(mIndexQ.shape[1], 2) if cutlass.const_expr(self.cfg.indexed) else 0
-        rope_warps = cute.ceil_div(heads, 2)
+        index_warps = cute.ceil_div(mIndexQ.shape[1], 4) if cutlass.const_expr(self.cfg.indexed) else 0
+        rope_warps = cute.ceil_div(heads, 4)
         nope_warps = 0 if cutlass.const_expr(self.cfg.output == "rope") else heads
         ctas = cute.ceil_div(index_warps + rope_warps + nope_warps, WARPS)
         self.kernel(
@@ -176,81 +219,87 @@ class _FusedQuery:
         if cutlass.const_expr(self.cfg.pdl):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        position = mPositions[token]
         if warp >= nope_begin:
             if cutlass.const_expr(self.cfg.output != "rope"):
                 self._nope(mqa, token, warp - nope_begin)
         elif warp >= rope_begin:
-            self._rope(mqa, token, position, warp - rope_begin)
+            self._rope(mqa, token, warp - rope_begin, mPositions[token])
         else:
             if cutlass.const_expr(self.cfg.indexed):
-                self._index(index, token, position, warp, softmax_scale, head_scale)
+                self._index(index, token, warp, mPositions[token], softmax_scale, head_scale)
     # fmt: on
 
     @cute.jit
-    def _index(self, index: tuple[Any, ...], token: Int32, position: Any, warp: Int32, softmax_scale: Float32, head_scale: Float32) -> None:
-        """Half a warp takes a row: each lane two rotated pairs and four other elements."""
+    def _index(self, index: tuple[Any, ...], token: Int32, warp: Int32, position: Any, softmax_scale: Float32, head_scale: Float32) -> None:
+        """A quarter of a warp takes a row: each lane four rotated pairs and eight other elements."""
         mQ, mCosSin, mWeights, mOut, mWeightsOut = index
         lane, last = cute.arch.lane_idx(), mQ.shape[1] - 1
-        head, part = 2 * warp + lane // 16, lane % 16
-        at = [part] if self.cfg.interleave else [part, 16 + part]
-        row = mQ[token, cutlass.min(head, last), None]  # no load needs a branch
-        rotary = [_load(row, 4 // len(at), i) for i in at]
-        rest = _load(row, 4, 16 + part)
-        weight = mWeights[token, cutlass.min(head, last)].to(Float32) * softmax_scale * head_scale
-        cos, sin = _quarter_cos_sin(mCosSin[position, None], part)
-        pairs = _rotate([x for regs in rotary for x in _floats(regs)], cos, sin, self.cfg.interleave)
-        turned, other = [_ptx(ROUND_TO_ODD, 1, *pair) for pair in pairs], _floats(rest)
-        amax = turned[0]
-        for value in [*turned, *(x * 0.25 for x in other)]:
-            amax = _ptx(ABS_MAX, 1, amax, value)
-        scale, inverse = _ptx(UE8M0, 2, cute.arch.warp_reduction(amax, cute.arch.fmax, threads_in_group=16))
-        fp8 = _fp8([*(x * (4.0 * inverse) for x in turned), *(x * inverse for x in other)])
+        head, part = 4 * warp + lane // 8, lane % 8
+        skips = [0] if self.cfg.interleave else [0, 8]
+        row = _row(mQ, token, cutlass.min(head, last))  # no load needs a branch
+        rotary = [_load(row, 8 // len(skips), part, skip) for skip in skips]
+        rest = _floats(_load(row, 8, part, 8))
+        weight = _row(mWeights, token)[cutlass.min(head, last)].to(Float32) * softmax_scale * head_scale
+        cos, sin = [_floats(_load(_row(mCosSin, position), 4, part, skip)) for skip in (0, 8)]
+        terms = _terms([x for regs in rotary for x in _floats(regs)], cos, sin, self.cfg.interleave)
+        turned = [_ptx(ROTATE, 1, *t) for t in terms]
+        turned_max, rest_max = _abs_max(turned) * 0.25, _abs_max(rest) * 0.25
+        result = cute.make_rmem_tensor(2, Float32)
+        result[0], result[1] = _row_scale(turned_max, rest_max)
+        out, doubt = _packed(BOTH_FP8X4, turned, result[1], 2.0**-22)
+        if ((turned_max.bitcast(Int32) + 0x200008) & 0x7FFFFF) < 16:  # within 8 ulp of a threshold of the scale
+            doubt.fill(Uint32(0xFFFFFFFF))
+        if _any(doubt):
+            quarters = _settled([x * 0.25 for x in turned], terms, doubt, _constant(4.0), _constant(0.25))
+            result[0], result[1] = _row_scale(_abs_max(quarters), rest_max)
+            cute.autovec_copy(_packed(TO_FP8X4, [x * (4.0 * result[1]) for x in quarters])[0], out)
         if head <= last:
-            out = mOut[token, head, None]
-            if cutlass.const_expr(self.cfg.interleave):
-                _store(out, part, cute.local_tile(fp8, (1,), (0,)))
-            else:
-                for i in cutlass.range_constexpr(2):
-                    pair = cute.make_rmem_tensor(1, Uint16)
-                    pair[0] = (fp8[0] >> (16 * i)).to(Uint16)
-                    _store(out, 16 * i + part, pair)
-            _store(out, 16 + part, cute.local_tile(fp8, (1,), (1,)))
+            row_out = _row(mOut, token, head)
+            for i in cutlass.range_constexpr(len(skips)):
+                _store(row_out, cute.local_tile(out, (2 // len(skips),), (i,)), part, skips[i])
+            _store(row_out, _packed(TO_FP8X4, [x * result[1] for x in rest])[0], part, 8)
             if part == 0:
-                mWeightsOut[token, head] = weight * scale
+                _row(mWeightsOut, token)[head] = weight * result[0]
 
     @cute.jit
-    def _rope(self, mqa: tuple[Any, ...], token: Int32, position: Any, warp: Int32) -> None:
-        """Half a warp takes the rotary part of a head: each lane two pairs."""
+    def _rope(self, mqa: tuple[Any, ...], token: Int32, warp: Int32, position: Any) -> None:
+        """A quarter of a warp takes the rotary part of a head: each lane four pairs."""
         mQPe, mCosSin, _, mScale, mOut = mqa
         lane, last = cute.arch.lane_idx(), mQPe.shape[1] - 1
-        head, part = 2 * warp + lane // 16, lane % 16
-        loaded = _load(mQPe[token, cutlass.min(head, last), None], 4, part)
-        scale = mScale[0] * 0.25 if cutlass.const_expr(self.cfg.output == "fp8") else None
-        cos, sin = _quarter_cos_sin(mCosSin[position, None], part)
-        values = _rotate(_floats(loaded), cos, sin, interleave=True)
+        head, part = 4 * warp + lane // 8, lane % 8
+        loaded = _floats(_load(_row(mQPe, token, cutlass.min(head, last)), 8, part))
+        cos, sin = [_floats(_load(_row(mCosSin, position), 4, part, skip)) for skip in (0, 8)]
+        terms = _terms(loaded, cos, sin, interleave=True)
+        values = [_ptx(ROTATE, 1, *t) for t in terms]
         if cutlass.const_expr(self.cfg.output == "fp8"):
-            result = cute.make_rmem_tensor(1, Uint32)
-            _quantize(values, scale, result)
+            out = _quantize(values, terms, mScale[0])
         else:
-            result = cute.recast_tensor(_bf16([_ptx(ROUND_TO_ODD, 1, *value) * 4.0 for value in values]), Uint32)
+            one = _constant(1.0)
+            out, doubt = _packed(BOTH_BF16X2, values, one, 2.0**-22)
+            if _any(doubt):
+                cute.autovec_copy(_packed(TO_BF16X2, _settled(values, terms, doubt, one, one))[0], out)
         if head <= last:
-            _store(mOut[token, head, None], part if cutlass.const_expr(self.cfg.output == "rope") else NOPE // 4 + part, result)
+            _store(_row(mOut, token, head), out, part, 0 if cutlass.const_expr(self.cfg.output == "rope") else NOPE // 8)
 
     @cute.jit
     def _nope(self, mqa: tuple[Any, ...], token: Int32, head: Int32) -> None:
         """A warp takes the latent part of a head: each lane twice eight elements."""
         _, _, mNope, mScale, mOut = mqa
         last, lane = mNope.shape[1] - 1, cute.arch.lane_idx()
-        row = mNope[token, cutlass.min(head, last), None]
-        loaded = [_load(row, 8, at) for at in (lane, 32 + lane)]
+        row = _row(mNope, token, cutlass.min(head, last))
+        loaded = [_load(row, 8, lane, skip) for skip in (0, 32)]
         if cutlass.const_expr(self.cfg.output == "fp8"):
-            result = cute.make_rmem_tensor(4, Uint32)
-            _quantize([(x, None) for regs in loaded for x in _floats(regs)], mScale[0], result)
+            scale, values = mScale[0], [x for regs in loaded for x in _floats(regs)]
+            bits, result = scale.bitcast(Int32), cute.make_rmem_tensor(4, Uint32)
+            if (bits & 0x7FFFFF) == 0 and bits < (254 << 23):  # a power of two with an inverse
+                inverse = ((254 << 23) - bits).bitcast(Float32)
+                cute.autovec_copy(_packed(TO_FP8X4, [x * inverse for x in values])[0], result)
+            else:
+                cute.autovec_copy(_quantize(values, [(x, _constant(1.0), _constant(0.0), _constant(0.0)) for x in values], scale), result)
             loaded = [cute.local_tile(result, (2,), (i,)) for i in range(2)]
         if head <= last:
             for i in cutlass.range_constexpr(2):
-                _store(mOut[token, head, None], 32 * i + lane, loaded[i])
+                _store(_row(mOut, token, head), loaded[i], lane, 32 * i)
 
 
 # fmt: off

@@ -60,6 +60,8 @@ def _mismatch(tensors: Sequence[Any]) -> str | None:
             return f"{name}: expected shape {str(list(shape)).replace('None', '*')}, got {list(x.shape)}"
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             return f"{name}: expected a last dimension of stride 1, got strides {x.stride()}"
+        if any(stride * x.itemsize >= 2**31 for stride in x.stride()):
+            return f"{name}: expected strides below 2 GiB, got {x.stride()} elements"
         if (x is mqa_output or x is idx_q_fp8) and _alignment(x) < 16:
             return f"{name}: expected rows aligned to 16 bytes, got address {x.data_ptr():#x} and strides {x.stride()}"
     return None
