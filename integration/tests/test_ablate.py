@@ -316,9 +316,17 @@ def test_originals_that_do_not_come_back_are_an_error(add, monkeypatch):
         (("--csv", "/"), "--csv: expected a file, got the directory '/'"),
         (("--csv", "/dev/null/x.csv"), "[Errno 17] File exists: '/dev/null'"),
         (("--input-len", "4"), "--input-len: not with --engine layer"),
+        (("--at-once", "2"), "--at-once: not with --engine layer"),
+        (("--gpus", "0"), "--gpus: not with --engine layer"),
+        (("--trace", "t"), "--trace: not with --engine layer"),
         (("--engine", "vllm", "--layers", "4"), "--layers: not with --engine vllm"),
         (("--engine", "vllm", "--spec", "1"), "--spec: not with --engine vllm"),
         (("--engine", "vllm"), "--model: expected a path or model id with --engine vllm"),
+        (("--engine", "vllm", "--model", "m", "--trace", "t"), "--trace: expected --profile beside it"),
+        (
+            ("--engine", "vllm", "--model", "m", "--gpus", "0", "--tensor-parallel-size", "2"),
+            "--gpus: not with --tensor-parallel-size: set CUDA_VISIBLE_DEVICES",
+        ),
         (("--engine", "vllm", "--model", "m", "--engine-args", "[1]"), "--engine-args: expected a JSON object, got '[1]'"),
     ],
 )
@@ -415,6 +423,8 @@ with timeline.open("a") as f:
 time.sleep(0.1)
 with timeline.open("a") as f:
     f.write("end\\n")
+with pathlib.Path(__file__).with_name("given").open("a") as f:
+    f.write(f"{os.environ.get('CUDA_VISIBLE_DEVICES')} {spec['trace']}\\n")
 
 def prompt(i, size):
     tokens, logprobs = [7, 8, 9, 10], [-1.0, -1.0, -1.0 + 0.01 * (size == 2), -1.0]
@@ -457,7 +467,7 @@ def test_vllm_compares_tokens_and_excuses_only_noise(engine, capsys, monkeypatch
     assert code == 0 and report["unit"] == "µs a token" and report["gpu"] == "fake" and report["model"] == "some/model"
     one, two = (next(r for r in report["results"] if (r["combo"], r["batch"]) == ("near", b)) for b in (1, 2))
     assert one["note"] == "tokens equal" and one["us_p50"] == pytest.approx(80.0) and one["speedup"] == pytest.approx(105 / 80, rel=1e-4)
-    assert two["ok"] and two["note"] == "prompt 1 differs at token 2, stock's margin 0.015 is noise" and two["bound"] == 0.02
+    assert two["ok"] and two["note"] == "prompt 1 differs at token 2, stock's margin 0.015 is noise" and two["bound"] is None
     assert [(f["name"], f["state"], f["reason"], f["declined"]) for f in report["features"]] == [
         ("near", "measured", "", {"M > 32": 3}),
         ("refused", "skipped", "capability: got 8.0", {}),
@@ -465,6 +475,15 @@ def test_vllm_compares_tokens_and_excuses_only_noise(engine, capsys, monkeypatch
     assert report["kernels"] == {c: [{"kernel": "gemm", "launches": 2.0, "us": 3.5}] for c in ("none", "near")}
     assert run(*VLLM, "--features", "near", "--profile") == 0
     assert "gemm" in capsys.readouterr().out
+
+
+def test_vllm_says_what_went_wrong_before_the_end_of_the_log(engine, capsys):
+    cause = 'print("(EngineCore pid=7) ValueError: Free memory on device"); print("ValueError: again"); print("x\\n" * 30)'
+    (engine / "worker.py").write_text(WORKER.replace('if "crash" in on:\n', f'if "crash" in on:\n    {cause}\n'))
+    _, report = run_json(capsys, *VLLM, "--features", "crash")
+    note = next(r["note"] for r in report["results"] if r["combo"] == "crash").splitlines()
+    assert note[:3] == ["worker failed: exit status 1", "(EngineCore pid=7) ValueError: Free memory on device", "..."]
+    assert note[-1] == "CUDA error: misaligned address"
 
 
 def test_vllm_reports_each_failure_and_runs_the_rest(engine, capsys):
@@ -479,6 +498,13 @@ def test_vllm_reports_each_failure_and_runs_the_rest(engine, capsys):
     assert [r["ok"] for r in notes.values()] == [c == "none" for c in notes]
     with (engine / "v.csv").open() as f:
         assert len(list(csv.DictReader(f))) == len(report["results"])
+
+
+def test_vllm_runs_only_what_is_asked_for_and_none(engine, capsys):
+    code, report = run_json(capsys, *VLLM, "--features", "near,far,refused", "--only", "near ,none")
+    assert code == 0 and {r["combo"] for r in report["results"]} == {"none", "near"}
+    assert run(*VLLM, "--features", "near,far", "--only", "al") == 2
+    assert capsys.readouterr().err == "lldecode ablate: --only: expected some of none, far, near, all, got 'al'\n"
 
 
 def test_vllm_without_a_stock_result_compares_nothing(engine, capsys):
@@ -498,6 +524,28 @@ def test_vllm_workers_start_together_and_measure_one_by_one(engine, at_once, rea
     assert lines[1::2] == ["end"] * (len(lines) // 2)
     started = [len(ast.literal_eval(line.removesuffix(" begin"))) for line in lines[::2]]
     assert started == ready
+
+
+def test_vllm_workers_take_turns_on_gpus_and_each_has_its_timeline(engine, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    options = ("--features", "near,far", "--profile", "1")
+    run(*VLLM, *options)
+    run(*VLLM, *options, "--gpus", "0, 3", "--trace", str(engine / "t"))
+    names = ["none", "far", "near", "all"]
+    assert sorted((engine / "given").read_text().splitlines()) == sorted(
+        ["7 None"] * 4 + [f"{gpu} {engine / 't' / name}.json.gz" for name, gpu in zip(names, "0303", strict=True)]
+    )
+    assert (engine / "t").is_dir()
+
+
+def test_vllm_reports_what_was_measured_before_an_interrupt(engine, capsys):
+    stop = "import signal; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    (engine / "worker.py").write_text(WORKER.replace('if "crash" in on:\n', f'if on == ["near"]:\n    {stop}\nif "crash" in on:\n'))
+    code, report = run_json(capsys, *VLLM, "--features", "far,near", "--csv", str(engine / "v.csv"))
+    notes = {r["combo"]: r["note"] for r in report["results"] if r["batch"] == 1}
+    assert code == 130 and notes.pop("none") == "tokens equal" and notes.pop("far").startswith("prompt 0 differs")
+    assert notes == {"near": "interrupted before it was measured", "all": "interrupted before it was measured"}
+    assert (engine / "v.csv").exists()
 
 
 @pytest.mark.parametrize("received", [signal.SIGINT, signal.SIGTERM])
@@ -540,20 +588,52 @@ def _alive(pid):
         return False
 
 
+class FakeEngine:
+    """vLLM's ``LLMEngine`` on a clock of its own: a step prefills one request in 0.5 s and gives each earlier one `step_tokens` in 1 ms."""
+
+    def __init__(self, clock, step_tokens=1):
+        self.clock, self.step_tokens, self.waiting, self.running, self.prompts = clock, step_tokens, [], {}, []
+        self.model_config = types.SimpleNamespace(get_vocab_size=lambda: 100, max_model_len=60)
+
+    def add_request(self, name, prompt, params):
+        assert params.temperature == 0 and params.ignore_eos and params.output_kind == "delta"
+        self.prompts.append(prompt)
+        self.waiting.append((name, params.max_tokens))
+
+    def step(self):
+        self.clock[0] += 0.5 if self.waiting else 1e-3
+        outs = []
+        for name in list(self.running):
+            self.running[name] -= self.step_tokens
+            outs.append((name, self.step_tokens, self.running[name] <= 0))
+        if self.waiting:
+            name, tokens = self.waiting.pop(0)
+            self.running[name] = tokens - 1
+            outs.append((name, 1, False))
+        return [
+            types.SimpleNamespace(request_id=name, outputs=[types.SimpleNamespace(token_ids=[7] * n)], finished=finished)
+            for name, n, finished in outs
+        ]
+
+    def abort_request(self, names):
+        for name in names:
+            del self.running[name]
+
+
 @pytest.fixture
 def fake_vllm(monkeypatch):
-    """A ``vllm`` whose LLM takes 0.5 s a call and 1 ms a token on a clock of its own."""
+    """A ``vllm`` whose LLM holds a :class:`FakeEngine`."""
     clock = [0.0]
-    made = types.SimpleNamespace(kwargs=None, prompts=None, calls=[])
+    made = types.SimpleNamespace(kwargs=None, calls=[], engine=FakeEngine(clock))
+    made.states = lambda: [ablate_vllm.WorkerExtension().lldecode_state()]
 
     class LLM:
         def __init__(self, **kwargs):
             made.kwargs = kwargs
-            self.llm_engine = types.SimpleNamespace(model_config=types.SimpleNamespace(get_vocab_size=lambda: 100))
+            self.llm_engine = made.engine
 
         def generate(self, prompts, params, use_tqdm):
-            made.prompts = prompts
-            clock[0] += 0.5 + 1e-3 * params.max_tokens
+            assert not made.engine.running
             assert params.temperature == 0 and params.min_tokens == params.max_tokens and params.ignore_eos
             tokens = list(range(params.max_tokens))
             found = [{t: types.SimpleNamespace(logprob=-0.5), 99: types.SimpleNamespace(logprob=-2.0)} for t in tokens]
@@ -565,31 +645,56 @@ def fake_vllm(monkeypatch):
 
         def collective_rpc(self, method):
             made.calls.append(method)
-            if method == "lldecode_spread":
-                return [None]
-            return [getattr(ablate_vllm.WorkerExtension(), method)()]
+            return [None] if method == "lldecode_spread" else made.states()
 
-    fake = types.ModuleType("vllm")
+    fake, sampling = types.ModuleType("vllm"), types.ModuleType("vllm.sampling_params")
     fake.LLM, fake.SamplingParams = LLM, lambda **kw: types.SimpleNamespace(**{"logprobs": None, **kw})
+    sampling.RequestOutputKind = types.SimpleNamespace(DELTA="delta")
     monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", sampling)
     monkeypatch.setattr(ablate_vllm.time, "perf_counter", lambda: clock[0])
     return made
 
 
-def test_worker_times_a_token_by_the_difference_of_two_lengths(fake_vllm, tmp_path, monkeypatch):
-    spec = dict(batches=[1, 3], input_len=5, output_len=4, rounds=2, profile=0, llm={"model": "m", "max_num_seqs": 3})
+def work(tmp_path, monkeypatch, **changed):
+    spec = dict(batches=[1, 3], input_len=5, output_len=4, rounds=2, profile=0, trace=None, llm={"model": "m", "max_num_seqs": 3})
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
-    ablate_vllm.main([json.dumps(spec), str(tmp_path)])
+    ablate_vllm.main([json.dumps(spec | changed), str(tmp_path)])
     assert (tmp_path / "ready").exists() and sys.stdin.read() == ""
-    report = json.loads((tmp_path / "result").read_text())
+    return json.loads((tmp_path / "result").read_text())
+
+
+def test_worker_times_a_token_where_all_requests_decode(fake_vllm, tmp_path, monkeypatch):
+    report = work(tmp_path, monkeypatch)
     assert fake_vllm.kwargs == {"model": "m", "max_num_seqs": 3, "worker_extension_cls": "lldecode.ablate_vllm.WorkerExtension"}
-    assert [len(p["prompt_token_ids"]) for p in fake_vllm.prompts] == [5, 5, 5]
-    assert len({tuple(p["prompt_token_ids"]) for p in fake_vllm.prompts}) == 3
+    assert [len(p["prompt_token_ids"]) for p in fake_vllm.engine.prompts] == [5, 5, 5, 5]
+    assert len({tuple(p["prompt_token_ids"]) for p in fake_vllm.engine.prompts}) == 3
     assert {size: len(b["prompts"]) for size, b in report["batches"].items()} == {"1": 1, "3": 3}
     assert report["batches"]["3"]["us"] == pytest.approx([1000.0, 1000.0])
     prompt = report["batches"]["1"]["prompts"][0]
     assert prompt["tokens"] == list(range(20)) and set(prompt["logprobs"]) == {-0.5} and set(prompt["margins"]) == {1.5}
-    assert report["state"] == {"applied": None, "declined": feature.declined()} and report["kernels"] == []
+    assert report["state"] == {"applied": None, "fingerprint": None, "declined": feature.declined()} and report["kernels"] == []
+
+
+def test_a_step_of_several_tokens_is_shared_among_them(fake_vllm, tmp_path, monkeypatch):
+    fake_vllm.engine.step_tokens = 2
+    assert work(tmp_path, monkeypatch)["batches"]["3"]["us"] == pytest.approx([500.0, 500.0])
+
+
+def test_requests_that_end_before_they_are_measured(fake_vllm, tmp_path, monkeypatch):
+    fake_vllm.engine.model_config.max_model_len = 25
+    with pytest.raises(RuntimeError, match="max-model-len: expected room for 2 rounds of 4 tokens, got 25"):
+        work(tmp_path, monkeypatch)
+
+
+def test_ranks_with_different_features_are_refused(fake_vllm, tmp_path, monkeypatch):
+    state = {"applied": ["a"], "fingerprint": "1", "declined": {}}
+    fake_vllm.states = lambda: [state, state | {"declined": {"a": {"M": 1}}}]
+    assert work(tmp_path, monkeypatch)["state"] == state
+    for other in ({"applied": []}, {"fingerprint": "2"}):
+        fake_vllm.states = lambda other=other: [state, state | other]
+        with pytest.raises(RuntimeError, match="features of rank 1: expected those of rank 0"):
+            work(tmp_path, monkeypatch)
 
 
 def test_kernels_are_counted_per_decoded_token():
@@ -630,12 +735,36 @@ def test_spread_weights_keep_the_variance_and_norms_are_one():
         assert torch.equal(x, before[i])
 
 
+def test_spread_gives_each_rank_a_share_of_its_own():
+    class ColumnParallelLinear(torch.nn.Linear):
+        tp_size = 2
+
+    class QkvA(ColumnParallelLinear):
+        tp_size = 1
+
+    class Experts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w2_weight = torch.nn.Parameter(torch.empty(2, 8, 8))
+
+    ranks = []
+    for rank in (0, 1):
+        model = torch.nn.Sequential(ColumnParallelLinear(8, 8), QkvA(8, 8), torch.nn.Linear(8, 8), Experts(), torch.nn.Module())
+        model[4].W_UV = torch.empty(2, 8, 8)
+        generator = torch.Generator().manual_seed(0)
+        tensors = [*(p.data for p in model.parameters() if p.ndim > 1), model[4].W_UV]
+        for x in tensors:
+            x.copy_(torch.randn(x.shape, generator=generator))
+        ablate_vllm.spread(model, rank)
+        ranks.append(tensors)
+    assert [torch.equal(a, b) for a, b in zip(*ranks, strict=True)] == [False, True, True, False, False]
+    assert torch.equal(ranks[1][0], ranks[0][0].roll(1, -1))
+
+
 def test_dummy_weights_are_spread_before_tokens_are_compared(fake_vllm, tmp_path, monkeypatch):
     for load_format, calls in (("dummy", ["lldecode_spread", "lldecode_state"]), ("auto", ["lldecode_state"])):
-        spec = dict(batches=[1], input_len=5, output_len=4, rounds=1, profile=0, llm={"load_format": load_format})
-        monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
         fake_vllm.calls.clear()
-        ablate_vllm.main([json.dumps(spec), str(tmp_path)])
+        work(tmp_path, monkeypatch, llm={"load_format": load_format})
         assert fake_vllm.calls == calls
 
 
@@ -650,8 +779,21 @@ def test_noise_is_stocks_own_between_batch_sizes():
             "4": size(([1, 2, 3], [-1.0, -1.0, -9.0]), ([5], [-1.1])),
         }
     }
-    assert ablate_vllm.own_noise(stock) == pytest.approx(0.25)
-    assert ablate_vllm.own_noise({"batches": {"1": stock["batches"]["1"]}}) == 0.0
+    noise = ablate_vllm.own_noise(stock)
+    assert noise.largest == pytest.approx(0.25) and noise.typical == 0
+    assert ablate_vllm.own_noise({"batches": {"1": stock["batches"]["1"]}}) == ablate_vllm.Noise()
+
+
+@pytest.mark.parametrize(("change", "ok"), [(0.02, True), (0.04, False)])
+def test_log_probabilities_that_are_off_everywhere_are_no_noise(change, ok):
+    def prompt(change):
+        return {"tokens": [1] * 40, "logprobs": [-1.0 - change] * 40, "margins": [1.0] * 40}
+
+    noise = ablate_vllm.Noise(largest=1.0, typical=0.01)
+    verdict = ablate_vllm.compare([prompt(0)], [prompt(change)], noise)
+    assert (verdict.ok, verdict.max_err, verdict.bound) == (ok, pytest.approx(change), pytest.approx(0.03))
+    assert verdict.note == ("tokens equal" if ok else "log-probabilities change by 0.04 in the median, stock's own noise 0.01")
+    assert ablate_vllm.compare([prompt(0)], [prompt(change)], ablate_vllm.Noise()).ok
 
 
 def test_default_run_fits_its_time_budget(add, capsys):

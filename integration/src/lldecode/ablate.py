@@ -37,7 +37,10 @@ TOPK_FLOOR = 0.01
 
 CPU_NOTE = "CPU: scaled-down shapes, reference implementations; these times say nothing about a GPU"
 
-_VLLM_ONLY = ("load_format", "input_len", "output_len", "tensor_parallel_size", "max_model_len", "engine_args", "profile")
+_VLLM_ONLY = (
+    *("load_format", "input_len", "output_len", "tensor_parallel_size", "max_model_len", "engine_args"),
+    *("at_once", "gpus", "only", "profile", "trace"),
+)
 _LAYER_ONLY = ("context", "layers", "spec")
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -66,7 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vllm.add_argument(
         "--at-once", metavar="N", help="engines that start together, each with its memory; they measure one by one (default 1)"
     )
+    vllm.add_argument("--only", metavar="LIST", help="of the combinations these and none, as the table names them (default: all of them)")
+    vllm.add_argument(
+        "--gpus", metavar="LIST", help="as CUDA_VISIBLE_DEVICES: one engine on each in turn (default: all on what is visible)"
+    )
     vllm.add_argument("--profile", nargs="?", const="15", metavar="N", help="GPU time a token of the N largest kernels (default 15)")
+    vllm.add_argument("--trace", metavar="DIR", help="with --profile: write each combination's timeline, for Perfetto or chrome://tracing")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -109,7 +117,7 @@ def _run(args: argparse.Namespace, engines: Mapping[str, Callable[[argparse.Name
         write_csv(args.csv, report)
     if args.plot:
         plot(args.plot, report)
-    return 0 if report.ok else 1
+    return 130 if report.interrupted else 0 if report.ok else 1
 
 
 def _terminate(*_: object) -> None:
@@ -232,6 +240,7 @@ class Report:
     results: Sequence[Result]
     ok: bool
     kernels: Mapping[str, Sequence[Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
+    interrupted: bool = False
 
 
 def result(

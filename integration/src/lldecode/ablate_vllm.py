@@ -12,18 +12,20 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
 import pathlib
 import random
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from lldecode import bench, flags, registry
@@ -47,21 +49,35 @@ LOG_TAIL = 15
 """Lines of a failed worker's log that are reported."""
 
 FIRST_TOKENS = 16
-"""Length of the shorter of the two generations whose difference is the time of a decoded token."""
+"""Tokens that each request decodes before anything is timed, and the shorter of the two generations of a profile."""
 
+_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 _PR_SET_PDEATHSIG = 1
 
 ABSORBED = {"W_UK_T": -1, "W_UV": -2}
 """MLA's absorbed weights, and the dimension that holds the latent."""
 
+SHARDED = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
+"""vLLM's layers of which a tensor-parallel rank holds a share, as it does of the experts' weights."""
+
 BUSY = "any kernel"
 """Beside the kernels of a profile: how long at least one of them ran, since they overlap."""
 
 NOISE_MARGIN = 2.0
-"""A token may differ from stock's where stock's own top-2 margin is at most this many times stock's own noise.
+"""A token may differ from stock's where stock's own top-2 margin is at most this many times stock's own largest noise.
 
-That noise is the largest change of a chosen token's log-probability when stock decodes the same prompt at another batch size.
+Noise is the change of a chosen token's log-probability when stock decodes the same prompt at another batch size, where cuBLAS and vLLM
+themselves choose other kernels.
 """
+
+TYPICAL_MARGIN = 3.0
+"""The median change of a chosen token's log-probability may be this many times the median of stock's own noise.
+
+The largest noise has a long tail, since another expert is chosen where two score the same; what is off everywhere moves the median.
+"""
+
+LEAST_POSITIONS = 32
+"""Fewer tokens before the first difference say nothing about the median."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +87,7 @@ class Spec:
     Attributes:
         llm: keyword arguments of ``vllm.LLM``.
         profile: kernels to report, 0 for no profile.
+        trace: directory that receives each combination's timeline, or None.
     """
 
     batches: list[int]
@@ -78,6 +95,7 @@ class Spec:
     output_len: int
     rounds: int
     profile: int
+    trace: str | None
     llm: dict[str, Any]
 
 
@@ -93,21 +111,35 @@ def prepare(args: argparse.Namespace) -> Callable[[], Report]:
         raise ValueError("--engine vllm: vllm is not installed")
     sizes = batches(args.batch)
     input_len, output_len = positive("input-len", args.input_len, 1024), positive("output-len", args.output_len, 128)
+    rounds = positive("rounds", args.rounds, 5)
+    # the first request decodes while the others prefill, at least 1024 prompt tokens a step
+    room = input_len + FIRST_TOKENS + rounds * output_len + sizes[-1] * (2 + input_len // 1024)
     llm: dict[str, Any] = {
         "model": args.model,
         "load_format": args.load_format or "auto",
         "tensor_parallel_size": positive("tensor-parallel-size", args.tensor_parallel_size, 1),
-        "max_model_len": positive("max-model-len", args.max_model_len, input_len + FIRST_TOKENS + output_len),
+        "max_model_len": positive("max-model-len", args.max_model_len, room),
         "max_num_seqs": sizes[-1],
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
         "seed": 0,
     }
     llm |= _engine_args(args.engine_args)
-    spec = Spec(sizes, input_len, output_len, positive("rounds", args.rounds, 5), positive("profile", args.profile, 0), llm)
+    profile = positive("profile", args.profile, 0)
+    if args.trace is not None:
+        if not profile:
+            raise ValueError("--trace: expected --profile beside it")
+        pathlib.Path(args.trace).mkdir(parents=True, exist_ok=True)
+    spec = Spec(sizes, input_len, output_len, rounds, profile, args.trace, llm)
     at_once = positive("at-once", args.at_once, 1)
     wanted, environ = choose(args.features)
-    return lambda: measure(spec, wanted, environ, at_once=at_once, quiet=args.json)
+    gpus = [gpu.strip() for gpu in (args.gpus or "").split(",") if gpu.strip()]
+    if gpus and llm["tensor_parallel_size"] > 1:
+        raise ValueError("--gpus: not with --tensor-parallel-size: set CUDA_VISIBLE_DEVICES")
+    labels = None if args.only is None else {"none", *(label.strip() for label in args.only.split(","))}
+    if unknown := sorted((labels or set()) - (known := combinations(wanted)).keys()):
+        raise ValueError(f"--only: expected some of {', '.join(known)}, got {unknown[0]!r}")
+    return lambda: measure(spec, wanted, environ, at_once=at_once, gpus=gpus, only=labels, quiet=args.json)
 
 
 def _engine_args(text: str | None) -> dict[str, Any]:
@@ -120,18 +152,40 @@ def _engine_args(text: str | None) -> dict[str, Any]:
     return value
 
 
-def measure(spec: Spec, wanted: Sequence[str], environ: Mapping[str, str], *, at_once: int = 1, quiet: bool = True) -> Report:
-    """Run the ablation, `at_once` workers starting together; no worker outlives it."""
+def measure(
+    spec: Spec,
+    wanted: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    at_once: int = 1,
+    gpus: Sequence[str] = (),
+    only: Collection[str] | None = None,
+    quiet: bool = True,
+) -> Report:
+    """Run the ablation, `at_once` workers starting together, each on one of `gpus` in turn; no worker outlives it.
+
+    Args:
+        only: labels of the combinations to run, ``none`` among them; None for all.
+    """
     notes = _survey(wanted, environ)
     measured = [name for name, note in notes.items() if note.state == "measured"]
-    combos = combinations(measured)
+    combos = {label: chosen for label, chosen in combinations(measured).items() if only is None or label in only}
     installed = sorted(registry.entry_points())
     environs = {combo: worker_environ(environ, installed, chosen) for combo, chosen in combos.items()}
+    if gpus:
+        environs = {c: e | {"CUDA_VISIBLE_DEVICES": gpu} for (c, e), gpu in zip(environs.items(), itertools.cycle(gpus), strict=False)}
     outcomes: dict[str, dict[str, Any] | str] = {}
     names = list(combos)
     with progress(2 * len(names), quiet) as step:
-        for i in range(0, len(names), at_once):
-            outcomes |= run_workers(spec, {name: environs[name] for name in names[i : i + at_once]}, step)
+        try:
+            for i in range(0, len(names), at_once):
+                run_workers(spec, {name: environs[name] for name in names[i : i + at_once]}, step, outcomes)
+        except KeyboardInterrupt:
+            if "none" not in outcomes:
+                raise
+    interrupted = len(outcomes) < len(names)
+    for name in names:
+        outcomes.setdefault(name, "interrupted before it was measured")
     for name in notes:
         counts: collections.Counter[str] = collections.Counter()
         for outcome in outcomes.values():
@@ -139,7 +193,7 @@ def measure(spec: Spec, wanted: Sequence[str], environ: Mapping[str, str], *, at
                 counts.update(outcome["state"]["declined"].get(name, {}))
         notes[name] = dataclasses.replace(notes[name], declined=dict(counts))
     stock = outcomes["none"]
-    noise = 0.0 if isinstance(stock, str) else own_noise(stock)
+    noise = Noise() if isinstance(stock, str) else own_noise(stock)
     results = [_row(combo, chosen, size, outcomes[combo], stock, noise) for size in spec.batches for combo, chosen in combos.items()]
     done = {combo: o for combo, o in outcomes.items() if isinstance(o, dict)}
     return Report(
@@ -155,6 +209,7 @@ def measure(spec: Spec, wanted: Sequence[str], environ: Mapping[str, str], *, at
         results=results,
         ok=all(r.ok for r in results),
         kernels={combo: o["kernels"] for combo, o in done.items() if o["kernels"]},
+        interrupted=interrupted,
     )
 
 
@@ -181,11 +236,13 @@ def worker_environ(environ: Mapping[str, str], installed: Sequence[str], chosen:
     }
 
 
-def run_workers(spec: Spec, environs: Mapping[str, Mapping[str, str]], step: Callable[[str], None]) -> dict[str, dict[str, Any] | str]:
+def run_workers(
+    spec: Spec, environs: Mapping[str, Mapping[str, str]], step: Callable[[str], None], outcomes: dict[str, dict[str, Any] | str]
+) -> None:
     """Start one worker for each environment, and when all have started let one after the other measure.
 
-    Returns:
-        By name, what the worker reported, or why it reported nothing, with the end of its log.
+    Args:
+        outcomes: receives by name, as each is done, what the worker reported, or why it reported nothing, with the end of its log.
     """
     with tempfile.TemporaryDirectory(prefix="lldecode-ablate-") as tmp, contextlib.ExitStack() as ending:
         workers: dict[str, subprocess.Popen[bytes]] = {}
@@ -193,7 +250,8 @@ def run_workers(spec: Spec, environs: Mapping[str, Mapping[str, str]], step: Cal
             step(f"starting {name}")
             directory = pathlib.Path(tmp, str(i))
             directory.mkdir()
-            command = [*WORKER, json.dumps(dataclasses.asdict(spec)), str(directory)]
+            trace = spec.trace and str(pathlib.Path(spec.trace, f"{name.replace(' ', '-')}.json.gz").absolute())
+            command = [*WORKER, json.dumps(dataclasses.asdict(dataclasses.replace(spec, trace=trace))), str(directory)]
             with (directory / "log").open("wb") as log:
                 workers[name] = subprocess.Popen(
                     command, env=dict(environ), stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -202,13 +260,11 @@ def run_workers(spec: Spec, environs: Mapping[str, Mapping[str, str]], step: Cal
         directories = {name: pathlib.Path(tmp, str(i)) for i, name in enumerate(environs)}
         while any(w.poll() is None and not (directories[name] / "ready").exists() for name, w in workers.items()):
             time.sleep(0.2)
-        outcomes = {}
         for name, worker in workers.items():
             step(f"measuring {name}")
             worker.communicate(b"\n")
             outcomes[name] = _outcome(worker.returncode, directories[name])
             _end(worker)  # what it leaves behind would hold the GPU's memory
-        return outcomes
 
 
 def _outcome(code: int, directory: pathlib.Path) -> dict[str, Any] | str:
@@ -217,8 +273,9 @@ def _outcome(code: int, directory: pathlib.Path) -> dict[str, Any] | str:
     if code == 0 and text:
         return json.loads(text)
     why = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-    tail = "\n".join((directory / "log").read_text(errors="replace").splitlines()[-LOG_TAIL:])
-    return f"worker failed: {why}\n{tail}"
+    lines = (directory / "log").read_text(errors="replace").splitlines()
+    cause = next((line for line in lines[:-LOG_TAIL] if _ERROR.search(line)), None)  # the end is often just who noticed
+    return "\n".join([f"worker failed: {why}", *([cause, "..."] if cause else []), *lines[-LOG_TAIL:]])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -234,13 +291,22 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def own_noise(stock: Mapping[str, Any]) -> float:
-    """Largest change, in nats, of a chosen token's log-probability between batch sizes, over positions with equal prefixes."""
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """Stock's own, in nats: the largest and the median change of a log-probability between batch sizes; 0 where there is one size."""
+
+    largest: float = 0.0
+    typical: float = 0.0
+
+
+def own_noise(stock: Mapping[str, Any]) -> Noise:
+    """Over positions with equal prefixes, of each prompt at its first batch size against the others."""
     by_prompt: dict[int, list[Mapping[str, Any]]] = {}
     for size in stock["batches"].values():
         for i, prompt in enumerate(size["prompts"]):
             by_prompt.setdefault(i, []).append(prompt)
-    return max((_deviation(runs[0], other) for runs in by_prompt.values() for other in runs[1:]), default=0.0)
+    changes = [x for runs in by_prompt.values() for other in runs[1:] for x in _changes(runs[0], other)]
+    return Noise(max(changes), statistics.median(changes)) if changes else Noise()
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -248,29 +314,34 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
-def _deviation(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
+def _changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[float]:
+    """Of the log-probabilities, before the first different token."""
     n = _common(a["tokens"], b["tokens"])
-    return max((abs(x - y) for x, y in zip(a["logprobs"][:n], b["logprobs"][:n], strict=True)), default=0.0)
+    return [abs(x - y) for x, y in zip(a["logprobs"][:n], b["logprobs"][:n], strict=True)]
 
 
-def compare(stock: Sequence[Mapping[str, Any]], got: Sequence[Mapping[str, Any]], noise: float) -> Verdict:
-    """Hold the greedy tokens of each prompt against stock's; see :data:`NOISE_MARGIN`.
+def compare(stock: Sequence[Mapping[str, Any]], got: Sequence[Mapping[str, Any]], noise: Noise) -> Verdict:
+    """Hold the greedy tokens of each prompt against stock's; see :data:`NOISE_MARGIN` and :data:`TYPICAL_MARGIN`.
 
     Returns:
-        The largest log-probability deviation before the first difference, the bound on stock's margin at a difference,
-        and in the note the position of each prompt's first difference.
+        The median change of a log-probability before the first difference and the bound on it (None without noise to hold it against);
+        in the note the position of each prompt's first difference.
     """
-    bound = NOISE_MARGIN * noise
-    ok, differences = True, []
+    ok, notes = True, []
     for i, (want, have) in enumerate(zip(stock, got, strict=True)):
         at = _common(want["tokens"], have["tokens"])
         if at < len(want["tokens"]):
             margin = want["margins"][at]
-            excused = margin <= bound
+            excused = margin <= NOISE_MARGIN * noise.largest
             ok = ok and excused
-            differences.append(f"prompt {i} differs at token {at}, stock's margin {margin:.2g}{' is noise' if excused else ''}")
-    err = max((_deviation(*pair) for pair in zip(stock, got, strict=True)), default=0.0)
-    return Verdict(ok, "; ".join(differences) or "tokens equal", err, bound)
+            notes.append(f"prompt {i} differs at token {at}, stock's margin {margin:.2g}{' is noise' if excused else ''}")
+    changes = [x for pair in zip(stock, got, strict=True) for x in _changes(*pair)]
+    typical = statistics.median(changes) if changes else 0.0
+    bound = TYPICAL_MARGIN * noise.typical if noise.typical and len(changes) >= LEAST_POSITIONS else None
+    if bound is not None and typical > bound:
+        ok = False
+        notes.append(f"log-probabilities change by {typical:.2g} in the median, stock's own noise {noise.typical:.2g}")
+    return Verdict(ok, "; ".join(notes) or "tokens equal", typical, bound)
 
 
 def _row(
@@ -279,7 +350,7 @@ def _row(
     size: int,
     outcome: dict[str, Any] | str,
     stock: dict[str, Any] | str,
-    noise: float,
+    noise: Noise,
 ) -> Result:
     if isinstance(outcome, str):
         return result(combo, chosen, size, None, None, Verdict(False, outcome))
@@ -301,12 +372,12 @@ class WorkerExtension:
     """Methods that vLLM adds to its worker class (``worker_extension_cls``), called through ``LLM.collective_rpc``."""
 
     def lldecode_state(self) -> dict[str, Any]:
-        """Features applied in the worker's process (None where the plugin did not run), and what they declined."""
+        """Features applied in the worker's process and their fingerprint (None where the plugin did not run), and what they declined."""
         from lldecode import feature, plugin
 
         active = plugin.active()
         applied = None if active is None else sorted(s.name for s in active.statuses if s.state == "on")
-        return {"applied": applied, "declined": feature.declined()}
+        return {"applied": applied, "fingerprint": active and active.fingerprint, "declined": feature.declined()}
 
     def lldecode_profile_start(self) -> None:
         import torch
@@ -314,12 +385,14 @@ class WorkerExtension:
         self.lldecode_profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         self.lldecode_profiler.start()
 
-    def lldecode_profile_stop(self) -> dict[str, tuple[int, float]]:
-        """By kernel: launches, and GPU time in microseconds; under :data:`BUSY` the time in which any ran."""
+    def lldecode_profile_stop(self, trace: str | None = None) -> dict[str, tuple[int, float]]:
+        """By kernel: launches, and GPU time in microseconds; under :data:`BUSY` the time in which any ran. Rank 0 writes the `trace`."""
         import torch
 
         torch.cuda.synchronize()
         self.lldecode_profiler.stop()
+        if trace and self.rank == 0:  # type: ignore[attr-defined]
+            self.lldecode_profiler.export_chrome_trace(trace)
         events = [e for e in self.lldecode_profiler.events() if e.device_type.name == "CUDA"]
         out: dict[str, tuple[int, float]] = {}
         for event in events:
@@ -328,7 +401,7 @@ class WorkerExtension:
         return out | {BUSY: (len(events), union((e.time_range.start, e.time_range.end) for e in events))}
 
     def lldecode_spread(self) -> None:
-        spread(self.get_model())  # type: ignore[attr-defined]
+        spread(self.get_model(), self.rank)  # type: ignore[attr-defined]
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> float:
@@ -340,69 +413,127 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def spread(model: Any) -> None:
+def spread(model: Any, rank: int = 0) -> None:
     """Scale dummy weights in place so that a token depends on every layer: norms to 1, matrices to keep the variance.
 
     vLLM draws them from +-1e-3, norms included. A layer's output is then lost in the rounding of the residual stream, and tokens agree
-    whatever a kernel computed.
+    whatever a kernel computed. It draws the same for each `rank`: so that the ranks' shares differ, they are rolled by it.
     """
     import torch
 
-    def to(x: torch.Tensor, std: float) -> None:
+    def to(x: torch.Tensor, std: float, share: bool) -> None:
         x.mul_(std / x.flatten()[: 1 << 20].float().std().item())
+        if share and rank:
+            x.copy_(x.roll(rank, -1))
+
+    def is_share(owner: Any, kind: str) -> bool:
+        kinds = {c.__name__ for c in type(owner).__mro__}
+        return kind in ("w13_weight", "w2_weight") or (getattr(owner, "tp_size", 1) > 1 and not SHARDED.isdisjoint(kinds))
 
     with torch.no_grad():
         for name, x in model.named_parameters():
-            owner, _, kind = name.rpartition(".")
+            path, _, kind = name.rpartition(".")
+            owner = model.get_submodule(path)
             if x.ndim == 1 and kind == "weight":
                 x.fill_(1)
             elif x.ndim > 1 and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and kind not in ABSORBED:
-                embeds = type(model.get_submodule(owner)).__name__ in ("Embedding", "VocabParallelEmbedding")
-                to(x, 1.0 if embeds else x.shape[-1] ** -0.5)
+                embeds = type(owner).__name__ in ("Embedding", "VocabParallelEmbedding")
+                to(x, 1.0 if embeds else x.shape[-1] ** -0.5, is_share(owner, kind))
         for module in model.modules():
             for kind, dimension in ABSORBED.items():  # made of kv_b_proj when the weights were loaded
                 if (x := getattr(module, kind, None)) is not None:
-                    to(x.detach(), x.shape[dimension] ** -0.5)
+                    to(x.detach(), x.shape[dimension] ** -0.5, True)
 
 
 def work(spec: Spec, started: Callable[[], object]) -> dict[str, Any]:
-    """The worker: everything that one combination's process measures, once `started`, called with the engine up, returns."""
+    """The worker: everything that one combination's process measures, once `started`, called with the engine up, returns.
+
+    Raises:
+        RuntimeError: the ranks have different features, or a request ended before it was measured.
+    """
     from vllm import LLM, SamplingParams
 
     llm = LLM(**spec.llm, worker_extension_cls="lldecode.ablate_vllm.WorkerExtension")
     started()
     rng = random.Random(0)
-    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    config = llm.llm_engine.model_config
+    vocabulary = config.get_vocab_size()
     prompts = [{"prompt_token_ids": [rng.randrange(vocabulary) for _ in range(spec.input_len)]} for _ in range(spec.batches[-1])]
 
     def generate(size: int, tokens: int, logprobs: int | None = None) -> list[Any]:
         params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs)
         return llm.generate(prompts[:size], params, use_tqdm=False)
 
-    def seconds(size: int, tokens: int) -> float:
-        begun = time.perf_counter()
-        generate(size, tokens)
-        return time.perf_counter() - begun
-
     short, long = FIRST_TOKENS, FIRST_TOKENS + spec.output_len
     measured: dict[str, dict[str, Any]] = {}
     for size in spec.batches:
-        for tokens in (short, long):  # what compiles at its first use is not timed
-            generate(size, tokens)
-        first = statistics.median(seconds(size, short) for _ in range(spec.rounds))
-        measured[str(size)] = {"us": [(seconds(size, long) - first) / spec.output_len * 1e6 for _ in range(spec.rounds)]}
+        generate(size, short)  # what compiles at its first use is not timed
+        measured[str(size)] = {"us": decode(llm.llm_engine, prompts[:size], config.max_model_len, spec.rounds, spec.output_len)}
     kernels = []
     if spec.profile:
         size = spec.batches[0]
-        before, after = (_profile(llm, functools.partial(generate, size, tokens)) for tokens in (short, long))
+        before = _profile(llm, functools.partial(generate, size, short), spec.trace)
+        after = _profile(llm, functools.partial(generate, size, long), None)
         kernels = top_kernels(before, after, spec.output_len, spec.profile)
     if spec.llm.get("load_format") == "dummy":
         llm.collective_rpc("lldecode_spread")
         llm.reset_prefix_cache()
     for size in spec.batches:
         measured[str(size)]["prompts"] = [_greedy(o.outputs[0]) for o in generate(size, long, logprobs=2)]
-    state = llm.collective_rpc("lldecode_state")[0]
-    return {"batches": measured, "state": state, "kernels": kernels, "gpu": bench.gpu_name()}
+    return {"batches": measured, "state": _agreed(llm.collective_rpc("lldecode_state")), "kernels": kernels, "gpu": bench.gpu_name()}
+
+
+def decode(engine: Any, prompts: Sequence[Any], max_model_len: int, rounds: int, output_len: int) -> list[float]:
+    """Time of a decoded token while every request decodes: no prefill is in it.
+
+    Args:
+        engine: vLLM's ``LLMEngine``.
+        prompts: one request each, as ``{"prompt_token_ids": ...}``.
+        rounds: stretches of the same generation, one after the other.
+        output_len: tokens of each request in a stretch, in the mean over requests.
+
+    Returns:
+        Microseconds a token of a request, one figure for each round.
+
+    Raises:
+        RuntimeError: a request reached `max_model_len` before the last round ended.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    ids = [f"lldecode-{i}" for i in range(len(prompts))]
+    for name, prompt in zip(ids, prompts, strict=True):
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=max_model_len - len(prompt["prompt_token_ids"]),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        engine.add_request(name, {"type": "token", **prompt}, params)
+    decoded = dict.fromkeys(ids, 0)
+    marks: list[tuple[float, int]] = []
+    while len(marks) <= rounds:
+        ended = False
+        for out in engine.step():
+            decoded[out.request_id] += len(out.outputs[0].token_ids)
+            ended = ended or out.finished
+        now, total = time.perf_counter(), sum(decoded.values())
+        if total >= marks[-1][1] + output_len * len(prompts) if marks else min(decoded.values()) >= FIRST_TOKENS:
+            marks.append((now, total))
+        if ended and len(marks) <= rounds:
+            raise RuntimeError(f"max-model-len: expected room for {rounds} rounds of {output_len} tokens, got {max_model_len}")
+    engine.abort_request(ids)
+    return [(t1 - t0) * 1e6 * len(prompts) / (n1 - n0) for (t0, n0), (t1, n1) in itertools.pairwise(marks)]
+
+
+def _agreed(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of all ranks, `declined` as the first one counts it."""
+    first = {k: v for k, v in states[0].items() if k != "declined"}
+    for rank, state in enumerate(states):
+        if (own := {k: state[k] for k in first}) != first:
+            raise RuntimeError(f"features of rank {rank}: expected those of rank 0, {first}, got {own}")
+    return dict(states[0])
 
 
 def _greedy(output: Any) -> dict[str, Any]:
@@ -416,11 +547,11 @@ def _greedy(output: Any) -> dict[str, Any]:
     return {"tokens": tokens, "logprobs": chosen, "margins": margins}
 
 
-def _profile(llm: Any, call: Callable[[], object]) -> Mapping[str, tuple[int, float]]:
+def _profile(llm: Any, call: Callable[[], object], trace: str | None) -> Mapping[str, tuple[int, float]]:
     call()
     llm.collective_rpc("lldecode_profile_start")
     call()
-    return llm.collective_rpc("lldecode_profile_stop")[0]
+    return llm.collective_rpc("lldecode_profile_stop", args=(trace,))[0]
 
 
 def top_kernels(
