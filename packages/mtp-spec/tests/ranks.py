@@ -248,7 +248,7 @@ def observe(engine: Engine) -> None:
     on = {t: held(t) for t in targets}
     reduced, out["collectives_on"] = draft_layer()
     gathered, out["sequence_parallel_on"] = draft_layer(sequence_parallel=True)
-    out["greedy_on"] = [greedy(4), greedy(5), greedy(5, user=True)]
+    out["greedy_on"] = [greedy(4), greedy(3), greedy(3, user=True)]
     out["argmax"] = argmax()
     out["paths_on"] = [choices(n) for n in range(1, 7)]
     out["declined"] = declined()

@@ -70,16 +70,16 @@ def test_top_tokens_are_the_argmax_of_the_whole_vocabulary(ranks: dict[str, Any]
 
 
 @pytest.mark.vllm
-def test_speculator_takes_the_local_argmax_up_to_the_limit(ranks: dict[str, Any]) -> None:
+def test_speculator_takes_the_local_argmax_from_the_limit_on(ranks: dict[str, Any]) -> None:
     assert ranks["greedy_on"] == ["tokens", "logits", "tokens"]
 
 
-@pytest.mark.parametrize(("text", "largest"), [(None, 0), ("", 0), ("0", 0), (" 16 ", 16)])
-def test_limit_of_the_local_argmax(monkeypatch: pytest.MonkeyPatch, text: str | None, largest: int) -> None:
+@pytest.mark.parametrize(("text", "smallest"), [(None, 64), ("", 64), ("0", 0), (" 16 ", 16)])
+def test_limit_of_the_local_argmax(monkeypatch: pytest.MonkeyPatch, text: str | None, smallest: int) -> None:
     monkeypatch.delenv(LOCAL_ARGMAX, raising=False)
     if text is not None:
         monkeypatch.setenv(LOCAL_ARGMAX, text)
-    assert local_argmax_batch() == largest
+    assert local_argmax_batch() == smallest
 
 
 @pytest.mark.parametrize("text", ["-1", "all", "1.5"])
@@ -91,9 +91,9 @@ def test_bad_limit_is_refused_when_the_feature_is_applied(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("limit", "batch", "ours", "expected"),
-    [("0", 1, True, "stock"), ("0", 0, True, "stock"), ("4", 4, True, "local"), ("4", 5, True, "stock"), ("4", 4, False, "stock")],
+    [("0", 1, True, "stock"), ("0", 0, True, "stock"), ("4", 4, True, "local"), ("4", 3, True, "stock"), ("4", 4, False, "stock")],
 )
-def test_only_small_batches_of_our_model_take_the_local_argmax(
+def test_only_large_batches_of_our_model_take_the_local_argmax(
     monkeypatch: pytest.MonkeyPatch, limit: str, batch: int, ours: bool, expected: str
 ) -> None:
     monkeypatch.setenv(LOCAL_ARGMAX, limit)
