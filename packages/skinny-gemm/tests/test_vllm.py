@@ -57,7 +57,7 @@ MODEL = (
     + """
 model, cls, kv, extra, layers = sys.argv[1:]
 with world(model, speculative_config={"method": "mtp", "num_speculative_tokens": 1}, kv_cache_dtype=kv, **json.loads(extra)) as config:
-    adapter.LAYERS = layers
+    adapter.LAYERS = layers or adapter.LAYERS
     modules = [importlib.import_module(p.module) for p in patches]
     before = [target(p) for p in patches]
     engine.reconcile([FEATURE.name])
@@ -138,8 +138,13 @@ def test_on_replaces_and_off_restores_the_identical_objects(model):
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     ("extra", "layers", "target", "declined"),
-    [('{"enable_lora": true}', "*", {}, {"LoRA": 2}), ("{}", "*.o_proj, lm_head", {"o_proj": 4, "lm_head": 1}, {})],
-    ids=["lora", "configured-set"],
+    [
+        ('{"enable_lora": true}', "*", {}, {"LoRA": 2}),
+        ("{}", "*.o_proj, lm_head", {"o_proj": 4, "lm_head": 1}, {}),
+        ("{}", "*, !lm_head, !*.layers.*, *.q_b_proj,", {"q_b_proj": 4}, {}),
+        ("{}", "", TAKEN | {"gate_up_proj": 3, "down_proj": 3}, {}),
+    ],
+    ids=["lora", "configured-set", "last-match", "default"],
 )
 def test_what_is_left_to_vllm(extra, layers, target, declined, tmp_path):
     from lldecode.testing_vllm import tiny_model

@@ -21,13 +21,20 @@ from lldecode_skinny_gemm import op
 
 logger = logging.getLogger("lldecode")
 NAME = "skinny-gemm"
-LAYERS = os.environ.get("LLDECODE_SKINNY_GEMM_LAYERS", "").strip() or "*"
-"""Comma-separated patterns of module names (``*.eh_proj``) that may be taken."""
+LAYERS = os.environ.get("LLDECODE_SKINNY_GEMM_LAYERS", "").strip() or "*,!*shared_expert*"
+"""Comma-separated patterns of module names (``*.eh_proj``) that may be taken, with ``!`` that may not; the last that matches decides.
+
+Shared experts run beside the routed ones on a second stream: their time is hidden, and a wide kernel there takes the routed one's place.
+"""
 
 
 def probe(ctx: Context) -> str | None:
     """Why the kernel cannot run here, or None."""
     return ctx.missing("apache-tvm-ffi", "nvidia-cutlass-dsl") or ctx.unproven(op.ARCHS)
+
+
+def _wanted(name: str) -> bool:
+    return next((p[0] != "!" for p in map(str.strip, LAYERS.split(",")[::-1]) if p and fnmatch.fnmatchcase(name, p.lstrip("!"))), False)
 
 
 def _pdl() -> bool:
@@ -83,7 +90,7 @@ def take(model: nn.Module, prefix: str = "") -> dict[str, int]:
         plain = isinstance(m, LinearBase | ParallelLMHead) and method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
         # An attention's absorbed weights are not there yet; they are bf16 also where the checkpoint is quantized. They stand for kv_b_proj.
         fits = isinstance(m, MLAAttention) or (half and (plain or type(m) is nn.Linear) and not name.endswith("kv_b_proj"))
-        if fits and any(fnmatch.fnmatchcase(name, p.strip()) for p in LAYERS.split(",")):
+        if fits and _wanted(name):
             m.lldecode_skinny_gemm = True
             if type(m) is nn.Linear:
                 m.__class__ = _Linear
