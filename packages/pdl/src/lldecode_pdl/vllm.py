@@ -85,7 +85,6 @@ FEATURE = Feature(
     name=NAME,
     summary="Programmatic dependent launch of the decode chain: norm + RoPE + cache write, MTP input norm, top-k index conversion",
     probe=probe,
-    default="off",  # until vLLM's engine has been measured with it on a GPU
     superseded_by="in part: vLLM 0.28.0 (PDL of fused_norm_rope), 0.29.0 (q norm of padded rows)",
     patches=(
         _patch(f"{_DSA}.attention:fused_norm_rope", _norm_rope, "vLLM >= 0.29", "5193450b3d55b29c"),
