@@ -143,7 +143,6 @@ FEATURE = Feature(
     name=NAME,
     summary="RoPE, fp8 quantization and packing of the MQA and indexer queries in one kernel",
     probe=probe,
-    default="off",  # until vLLM's engine has been measured with it on a GPU
     superseded_by="in part: vLLM 0.28.0 on SM100 with the FlashInfer backend",
     patches=(
         Patch(f"{_DSA}:fused_q", functools.partial(_fused_q, padded_heads=_padded_heads), _WHY, _REMOVE, frozenset({"2a9cc3a62d30e701"})),
