@@ -22,6 +22,9 @@ print("RESULT" + json.dumps({"statuses": names, "hash": config.compute_hash(), "
 """
 
 
+AUTO = {"LLDECODE_LL_BF16_ROUTER": "auto"}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return str(tiny_model(tmp_path_factory.mktemp("model")))
@@ -37,22 +40,22 @@ def result(done: subprocess.CompletedProcess[str]):
 
 
 def test_applies_on_a_proven_gpu_and_says_so(model):
-    done = start(model, cc="9.0")
+    done = start(model, cc="9.0", env=AUTO)
     got = result(done)
     assert got["statuses"]["ll-bf16-router"] == ["on", ""]
     assert got["hash"].endswith(f"-{got['fingerprint']}")
-    assert "ll-bf16-router 0.1.0: on (auto, default)" in done.stdout + done.stderr
+    assert "ll-bf16-router 0.1.0: on (auto, LLDECODE_LL_BF16_ROUTER)" in done.stdout + done.stderr
     off = result(start(model, cc="9.0", env={"LLDECODE_OFF": "all"}))
     assert off["fingerprint"] == "none"
     assert got["hash"] == f"{off['hash']}-{got['fingerprint']}"
 
 
 def test_auto_on_an_unproven_gpu_is_stock_with_one_line(model):
-    done = start(model, cc="12.0")
+    done = start(model, cc="12.0", env=AUTO)
     reason = "capability: expected one of 9.0, 10.0, 10.3, got 12.0"
     assert result(done)["statuses"]["ll-bf16-router"] == ["refused", reason]
     assert result(done)["fingerprint"] == "none"
-    assert (done.stdout + done.stderr).count(f"ll-bf16-router 0.1.0: refused (auto, default): {reason}") == 1
+    assert (done.stdout + done.stderr).count(f"ll-bf16-router 0.1.0: refused (auto, LLDECODE_LL_BF16_ROUTER): {reason}") == 1
 
 
 def test_on_for_an_unproven_gpu_stops_the_start(model):
