@@ -27,7 +27,7 @@ LAW: dict[str, dict[str, set[str]]] = {
     "reference": {"packages": {"torch"}, "own": {"other"}, "later": set()},
     "kernel": {"packages": {"torch", "cutlass", "cuda", "triton", "tvm_ffi", "lldecode.jit"}, "own": {"kernel", "other"}, "later": set()},
     "op": {"packages": {"torch", "lldecode.plan"}, "own": {"reference", "other"}, "later": {"kernel", "lldecode.jit"}},
-    "vllm": {"packages": {"torch", "lldecode.feature"}, "own": {"op", "vllm", "other"}, "later": {"vllm"}},
+    "vllm": {"packages": {"torch", "lldecode.feature", "lldecode.warmup"}, "own": {"op", "vllm", "other"}, "later": {"vllm"}},
     "tune": {"packages": {"torch", "lldecode.plan", "lldecode.tune"}, "own": {"op", "other"}, "later": {"kernel", "vllm"}},
     "__init__": {"packages": set(), "own": {"reference", "op", "other"}, "later": set()},
     "other": {"packages": {"torch", "lldecode.plan"}, "own": {"other"}, "later": set()},

@@ -32,7 +32,7 @@ from lldecode.engine import Engine
 from lldecode.feature import declined
 from lldecode.testing_vllm import world
 from lldecode_ll_bf16_router import op
-from lldecode_ll_bf16_router.vllm import FEATURE, _warm_up
+from lldecode_ll_bf16_router.vllm import FEATURE
 
 out = {}
 calls = []

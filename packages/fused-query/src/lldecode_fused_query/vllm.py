@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lldecode.feature import Context, Feature, Patch, decline, pdl
+from lldecode.warmup import Units, WarmUp
 from lldecode_fused_query import op
 
 NAME = "fused-query"
@@ -91,38 +92,14 @@ def _forward_mqa(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward_mqa
 
 
-class _WarmUp:
-    """Provider for vLLM's CuTe DSL warm-up: one compile unit for each kind of layer that was constructed."""
-
-    def __init__(self) -> None:
-        self.layers: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def get_cutedsl_warmup_compile_units(self) -> list[Any]:
-        from vllm.model_executor.warmup.cutedsl_warmup import CuTeDSLCompileUnit
-
-        units = {}
-        for layer in self.layers:
-            table = layer.rotary_emb.cos_sin_cache
-            for output in ("fp8",) if layer._fp8_query else ("bf16", "rope"):
-                what = (output, layer.indexer is not None, layer._index_rope_interleave, table.dtype, table.device, bool(pdl()))
-                if table.is_cuda:
-                    units[what] = CuTeDSLCompileUnit(NAME, (NAME, *what), functools.partial(op.warmup, *what))
-        return list(units.values())
+def _units(layer: Any) -> Units:
+    table = layer.rotary_emb.cos_sin_cache
+    what = layer.indexer is not None, layer._index_rope_interleave, table.dtype, table.device, bool(pdl())
+    outputs = ("fp8",) if layer._fp8_query else ("bf16", "rope")
+    return {(output, *what): functools.partial(op.warmup, output, *what) for output in outputs if table.is_cuda}
 
 
-_warm_up = _WarmUp()  # vLLM's registry of providers is weak
-
-
-def _init(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        from vllm.model_executor.warmup.cutedsl_warmup import register_cutedsl_warmup_provider
-
-        _warm_up.layers.add(self)
-        register_cutedsl_warmup_provider(_warm_up)
-
-    return __init__
+_warm_up = WarmUp(NAME, _units)  # vLLM's registry of providers is weak
 
 
 def _layer_forward_mqa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -147,7 +124,7 @@ FEATURE = Feature(
     patches=(
         Patch(f"{_DSA}:fused_q", functools.partial(_fused_q, padded_heads=_padded_heads), _WHY, _REMOVE, frozenset({"2a9cc3a62d30e701"})),
         Patch(f"{_FLASHMLA}.forward_mqa", _forward_mqa, _PACKED, _REMOVE, frozenset({"977a9e20d977d321"})),
-        Patch(f"{_DSA}:DeepseekV32Attention.__init__", _init, "has vLLM warm the kernel up", _REMOVE, frozenset({"e98c9bdbe836037f"})),
+        Patch(f"{_DSA}:DeepseekV32Attention.__init__", _warm_up.init, "has vLLM warm it up", _REMOVE, frozenset({"e98c9bdbe836037f"})),
         Patch("lldecode.layer:fused_q", functools.partial(_fused_q, padded_heads=lambda heads: heads), _WHY, "with the feature"),
         Patch("lldecode.layer:forward_mqa", _layer_forward_mqa, _PACKED, "with the feature"),
     ),

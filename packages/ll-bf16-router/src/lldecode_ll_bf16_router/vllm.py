@@ -1,13 +1,13 @@
 """Seam in vLLM 0.26.0: ``GateLinear``, the MoE router's linear layer."""
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lldecode.feature import Context, Feature, Patch, decline, pdl
+from lldecode.warmup import Units, WarmUp
 from lldecode_ll_bf16_router import op
 
 NAME = "ll-bf16-router"
@@ -16,15 +16,7 @@ _GATE = "vllm.model_executor.layers.fused_moe.router.gate_linear:GateLinear"
 
 def probe(ctx: Context) -> str | None:
     """Why the kernels cannot run here, or None."""
-    for dist in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
-        if dist not in ctx.versions:
-            return f"{dist} is not installed"
-    if not ctx.capabilities:
-        return "no CUDA device"
-    if unproven := sorted(set(ctx.capabilities) - set(op.ARCHS)):
-        proven = ", ".join(f"{a}.{b}" for a, b in op.ARCHS)
-        return f"capability: expected one of {proven}, got {', '.join(f'{a}.{b}' for a, b in unproven)}"
-    return None
+    return ctx.missing("apache-tvm-ffi", "nvidia-cutlass-dsl") or ctx.unproven(op.ARCHS)
 
 
 def _launch_pdl() -> bool:
@@ -51,39 +43,15 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-class _WarmUp:
-    """Provider for vLLM's CuTe DSL warm-up: one compile unit for each distinct gate that was constructed."""
-
-    def __init__(self) -> None:
-        self.gates: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def get_cutedsl_warmup_compile_units(self) -> list[Any]:
-        from vllm.model_executor.warmup.cutedsl_warmup import CuTeDSLCompileUnit
-
-        units = {}
-        for gate in self.gates:
-            n, k = gate.weight.shape
-            out_dtype = gate.out_dtype or gate.weight.dtype
-            key = (NAME, n, k, out_dtype, _launch_pdl(), gate.weight.device)
-            if gate.bias is None and gate.weight.is_cuda and op.unsupported(n, k, gate.weight.dtype, out_dtype) is None:
-                compile = functools.partial(op.warmup, n, k, out_dtype, gate.weight.device, pdl=_launch_pdl())
-                units[key] = CuTeDSLCompileUnit(NAME, key, compile)
-        return list(units.values())
+def _units(gate: Any) -> Units:
+    (n, k), out_dtype, device = gate.weight.shape, gate.out_dtype or gate.weight.dtype, gate.weight.device
+    if gate.bias is not None or not gate.weight.is_cuda or op.unsupported(n, k, gate.weight.dtype, out_dtype):
+        return {}
+    what = (n, k, out_dtype, device)
+    return {(*what, _launch_pdl()): functools.partial(op.warmup, *what, pdl=_launch_pdl())}
 
 
-_warm_up = _WarmUp()  # vLLM's registry of providers is weak
-
-
-def _init(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        from vllm.model_executor.warmup.cutedsl_warmup import register_cutedsl_warmup_provider
-
-        _warm_up.gates.add(self)
-        register_cutedsl_warmup_provider(_warm_up)
-
-    return __init__
+_warm_up = WarmUp(NAME, _units)  # vLLM's registry of providers is weak
 
 
 def _router_gemm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -106,7 +74,13 @@ FEATURE = Feature(
     default="off",  # in vLLM's engine no faster at one and four tokens
     patches=(
         Patch(f"{_GATE}.forward", _forward, "routes small batches to the kernel", _REMOVE, frozenset({"b10ceeee4a15f0d7"})),
-        Patch(f"{_GATE}.__init__", _init, "has vLLM's warm-up compile the kernel before capture", _REMOVE, frozenset({"bc9217c6b363ad75"})),
+        Patch(
+            f"{_GATE}.__init__",
+            _warm_up.init,
+            "has vLLM warm the kernel up",
+            _REMOVE,
+            frozenset({"bc9217c6b363ad75"}),
+        ),
         Patch("lldecode.layer:router_gemm", _router_gemm, "the same call in the embedded layer", "with the feature"),
     ),
 )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lldecode.feature import Context, Feature, Patch, decline, pdl
+from lldecode.warmup import Units, WarmUp
 from lldecode_skinny_gemm import op
 
 logger = logging.getLogger("lldecode")
@@ -112,25 +113,23 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         original(self, vllm_config=vllm_config, prefix=prefix)
-        from vllm.model_executor.warmup.cutedsl_warmup import register_cutedsl_warmup_provider
-
         if reason := _refusal(vllm_config):
             return decline(NAME, reason)
         take(self, prefix)
-        self.get_cutedsl_warmup_compile_units = functools.partial(_units, self)
-        register_cutedsl_warmup_provider(self)
+        _warm_up.watch(self)
 
     return __init__
 
 
-def _units(model: nn.Module) -> list[Any]:
-    """For vLLM's CuTe DSL warm-up: one compile unit for each distinct weight that was taken."""
-    from vllm.model_executor.warmup.cutedsl_warmup import CuTeDSLCompileUnit
-
+def _units(model: nn.Module) -> Units:
+    """One for each distinct weight that was taken."""
     taken = [m for m in model.modules() if hasattr(m, "lldecode_skinny_gemm")]
     weights = [getattr(m, name).detach() for m in taken for name in ("weight", "W_UK_T", "W_UV") if hasattr(m, name)]
-    found = {(NAME, tuple(w.shape), w.stride(), w.dtype, w.device): w if w.ndim == 2 else w.mT for w in weights if w.is_cuda}
-    return [CuTeDSLCompileUnit(NAME, key, functools.partial(op.warmup, w, _pdl())) for key, w in found.items()]
+    as_taken = [w if w.ndim == 2 else w.mT for w in weights if w.is_cuda]
+    return {(tuple(w.shape), w.stride(), w.dtype, w.device): functools.partial(op.warmup, w, _pdl()) for w in as_taken}
+
+
+_warm_up = WarmUp(NAME, _units)  # vLLM's registry of providers is weak
 
 
 def _absorb(original: Callable[..., None]) -> Callable[..., None]:
