@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import slice_model
 
@@ -28,17 +29,20 @@ CLASSES = {
     "deepseek_v32": (set(KERNELS), OPTIMIZED, {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}),
 }
 """The features whose kernels a model class runs, what chooses it, and its environment."""
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=TWO_GPUS)])
 @pytest.mark.parametrize("model_class", CLASSES)
-def test_ablate_through_vllm(tmp_path, monkeypatch, model_class):
+def test_ablate_through_vllm(tmp_path, monkeypatch, model_class, ranks):
     runs, llm, environ = CLASSES[model_class]
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    slice_model.write(tmp_path, layers=6)
+    slice_model.write(tmp_path, layers=6, tp=8 // ranks)
     command = [sys.executable, "-c", "import sys; from lldecode.cli import main; sys.exit(main(sys.argv[1:]))", "ablate", "--json"]
     options = ["--engine", "vllm", "--model", str(tmp_path), "--load-format", "dummy", "--batch", "1,4", "--input-len", "512"]
     options += ["--features", ",".join(sorted(runs)), "--at-once", "4", "--output-len", "32", "--profile", "60"]
+    options += ["--tensor-parallel-size", str(ranks), *(["--only", "all"] if ranks > 1 else [])]
     options += ["--engine-args", json.dumps(llm | {"kv_cache_memory_bytes": 1 << 30})]
     done = subprocess.run([*command, *options], capture_output=True, text=True)
     report = json.loads(done.stdout)

@@ -424,7 +424,8 @@ time.sleep(0.1)
 with timeline.open("a") as f:
     f.write("end\\n")
 with pathlib.Path(__file__).with_name("given").open("a") as f:
-    f.write(f"{os.environ.get('CUDA_VISIBLE_DEVICES')} {spec['trace']}\\n")
+    memory = spec["llm"].get("gpu_memory_utilization")
+    f.write(f"{os.environ.get('CUDA_VISIBLE_DEVICES')} {spec['trace']} {memory}\\n")
 
 def prompt(i, size):
     tokens, logprobs = [7, 8, 9, 10], [-1.0, -1.0, -1.0 + 0.01 * (size == 2), -1.0]
@@ -530,11 +531,13 @@ def test_vllm_workers_take_turns_on_gpus_and_each_has_its_timeline(engine, monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     options = ("--features", "near,far", "--profile", "1")
     run(*VLLM, *options)
-    run(*VLLM, *options, "--gpus", "0, 3", "--trace", str(engine / "t"))
+    run(*VLLM, *options, "--gpus", "0, 3", "--at-once", "3", "--trace", str(engine / "t"))
     names = ["none", "far", "near", "all"]
     assert sorted((engine / "given").read_text().splitlines()) == sorted(
-        ["7 None"] * 4 + [f"{gpu} {engine / 't' / name}.json.gz" for name, gpu in zip(names, "0303", strict=True)]
+        ["7 None None"] * 4 + [f"{gpu} {engine / 't' / name}.json.gz 0.45" for name, gpu in zip(names, "0303", strict=True)]
     )
+    assert run(*VLLM, *options, "--at-once", "3", "--engine-args", '{"gpu_memory_utilization": 0.2}') in (0, 1)
+    assert (engine / "given").read_text().splitlines()[-1] == "7 None 0.2"
     assert (engine / "t").is_dir()
 
 

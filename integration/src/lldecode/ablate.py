@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vllm.add_argument("--max-model-len", help="as vLLM's (default: what the lengths above need)")
     vllm.add_argument("--engine-args", metavar="JSON", help="any other arguments of vllm.LLM, as a JSON object")
     vllm.add_argument(
-        "--at-once", metavar="N", help="engines that start together, each with its memory; they measure one by one (default 1)"
+        "--at-once", metavar="N", help="engines that start together and share the GPU's memory; they measure one by one (default 1)"
     )
     vllm.add_argument("--only", metavar="LIST", help="of the combinations these and none, as the table names them (default: all of them)")
     vllm.add_argument(

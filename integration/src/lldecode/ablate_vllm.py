@@ -45,6 +45,9 @@ from lldecode.ablate import (
 
 WORKER = (sys.executable, "-m", "lldecode.ablate_vllm")
 DOCTOR = (sys.executable, "-c", "import sys; from lldecode.cli import main; sys.exit(main(['doctor', '--json']))")
+GPU_MEMORY = 0.9
+"""Share of a GPU's memory that engines which start together have between them; vLLM's default for one."""
+
 LOG_TAIL = 15
 """Lines of a failed worker's log that are reported."""
 
@@ -124,6 +127,10 @@ def prepare(args: argparse.Namespace) -> Callable[[], Report]:
         "skip_tokenizer_init": True,
         "seed": 0,
     }
+    gpus = [gpu.strip() for gpu in (args.gpus or "").split(",") if gpu.strip()]
+    at_once = positive("at-once", args.at_once, 1)
+    if (sharing := -(-at_once // max(len(gpus), 1))) > 1:
+        llm["gpu_memory_utilization"] = round(GPU_MEMORY / sharing, 3)  # an engine does not start where this share is not free
     llm |= _engine_args(args.engine_args)
     profile = positive("profile", args.profile, 0)
     if args.trace is not None:
@@ -131,9 +138,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], Report]:
             raise ValueError("--trace: expected --profile beside it")
         pathlib.Path(args.trace).mkdir(parents=True, exist_ok=True)
     spec = Spec(sizes, input_len, output_len, rounds, profile, args.trace, llm)
-    at_once = positive("at-once", args.at_once, 1)
     wanted, environ = choose(args.features)
-    gpus = [gpu.strip() for gpu in (args.gpus or "").split(",") if gpu.strip()]
     if gpus and llm["tensor_parallel_size"] > 1:
         raise ValueError("--gpus: not with --tensor-parallel-size: set CUDA_VISIBLE_DEVICES")
     labels = None if args.only is None else {"none", *(label.strip() for label in args.only.split(","))}
