@@ -448,7 +448,10 @@ def test_missing_distributions():
 
 def test_unproven_capabilities():
     proven = ((9, 0), (10, 3))
-    assert Context(((9, 0), (10, 3))).unproven(proven) is None
+    assert Context(((9, 0),)).unproven(proven) is None
+    assert Context(((9, 0), (10, 3)), required=True).unproven(proven) is None
+    new = "capability 10.3: compiled for it, but not run on it yet; only the flag's value on has it"
+    assert Context(((9, 0), (10, 3))).unproven(proven) == new and Context(((10, 3),)).unproven(proven, run=proven) is None
     assert Context().unproven(proven) == "no CUDA device"
     assert Context(((12, 0), (9, 0))).unproven(proven) == "capability: expected one of 9.0, 10.3, got 12.0"
 

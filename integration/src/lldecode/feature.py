@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 logger = logging.getLogger("lldecode")
@@ -17,9 +17,16 @@ ENTRY_POINT_GROUP = "lldecode.features"
 ABSENT = "absent"
 """In :attr:`Patch.expects`: the target class or module does not define the attribute; the patch adds it."""
 
+RUN = ((9, 0),)
+"""Compute capabilities of the GPUs that the features have run on; for others they are just compiled."""
+
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _SHA = re.compile(r"[0-9a-f]{16}")
+
+
+def _versions(capabilities: Iterable[tuple[int, int]]) -> str:
+    return ", ".join(f"{major}.{minor}" for major, minor in capabilities)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +49,15 @@ class Context:
         missing = sorted(set(distributions) - set(self.versions))
         return f"{missing[0]} is not installed" if missing else None
 
-    def unproven(self, proven: Collection[tuple[int, int]]) -> str | None:
-        """Why these GPUs are not all of a capability in `proven`, or None."""
+    def unproven(self, proven: Collection[tuple[int, int]], run: Collection[tuple[int, int]] = RUN) -> str | None:
+        """Why these GPUs are not all of a capability in `proven`, or, unless the user asked for it, of one in `run`; or None."""
         if not self.capabilities:
             return "no CUDA device"
-        if not (other := sorted(set(self.capabilities) - set(proven))):
-            return None
-        expected, got = (", ".join(f"{major}.{minor}" for major, minor in c) for c in (proven, other))
-        return f"capability: expected one of {expected}, got {got}"
+        if other := sorted(set(self.capabilities) - set(proven)):
+            return f"capability: expected one of {_versions(proven)}, got {_versions(other)}"
+        if not self.required and (new := sorted(set(self.capabilities) - set(run))):
+            return f"capability {_versions(new)}: compiled for it, but not run on it yet; only the flag's value on has it"
+        return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,11 +24,12 @@ from lldecode.feature import Context
 
 _CUTE_DSL = {"nvidia-cutlass-dsl": "4.6.0", "apache-tvm-ffi": "0.1.5"}
 
-CUTE_DSL_ACCEPTED = tuple(Context((capability,) * 8, _CUTE_DSL) for capability in ((9, 0), (10, 0), (10, 3)))
+CUTE_DSL_ACCEPTED = tuple(Context((c,) * 8, _CUTE_DSL, required) for c, required in (((9, 0), False), ((10, 0), True), ((10, 3), True)))
 """Where a feature with CuTe DSL kernels for SM90, SM100 and SM103 runs."""
 
 CUTE_DSL_REFUSED = (
     (Context((), _CUTE_DSL), "no CUDA device"),
+    (Context(((10, 0),), _CUTE_DSL), "capability 10.0: compiled for it, but not run on it yet; only the flag's value on has it"),
     (Context(((12, 0),), _CUTE_DSL), "capability: expected one of 9.0, 10.0, 10.3, got 12.0"),
     (Context(((9, 0), (8, 0)), _CUTE_DSL), "capability: expected one of 9.0, 10.0, 10.3, got 8.0"),
     (Context(((9, 0),), {"apache-tvm-ffi": "0.1.5"}), "nvidia-cutlass-dsl is not installed"),

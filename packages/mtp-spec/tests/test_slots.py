@@ -134,11 +134,18 @@ def test_another_view_of_the_same_memory_is_another_argument() -> None:
 
 @pytest.mark.parametrize(
     ("capabilities", "reason"),
-    [([], "no CUDA device"), ([(9, 0)], None), ([(10, 0), (10, 3)], None), ([(8, 0)], "got 8.0"), ([(9, 0), (12, 0)], "got 12.0")],
+    [
+        ([], "no CUDA device"),
+        ([(9, 0)], None),
+        ([(10, 0), (10, 3)], "capability 10.0, 10.3: compiled for it, but not run on it yet"),
+        ([(8, 0)], "got 8.0"),
+        ([(9, 0), (12, 0)], "got 12.0"),
+    ],
 )
 def test_probe(capabilities: list[tuple[int, int]], reason: str | None) -> None:
     got = FEATURE.probe(Context(tuple(capabilities)))
     assert got is None if reason is None else reason in str(got)
+    assert FEATURE.probe(Context(((10, 0), (10, 3)), required=True)) is None
 
 
 @pytest.mark.parametrize(

@@ -141,11 +141,18 @@ def test_conversion_keywords() -> None:
 
 @pytest.mark.parametrize(
     ("capabilities", "reason"),
-    [([], "no CUDA device"), ([(9, 0)], None), ([(10, 0), (10, 3)], None), ([(8, 0)], "got 8.0"), ([(9, 0), (12, 0)], "got 12.0")],
+    [
+        ([], "no CUDA device"),
+        ([(9, 0)], None),
+        ([(10, 0), (10, 3)], "capability 10.0, 10.3: compiled for it, but not run on it yet"),
+        ([(8, 0)], "got 8.0"),
+        ([(9, 0), (12, 0)], "got 12.0"),
+    ],
 )
 def test_probe(capabilities: list[tuple[int, int]], reason: str | None) -> None:
     got = FEATURE.probe(Context(tuple(capabilities), {"vllm": "0.26.0", "triton": "3.6.0"}))
     assert got is None if reason is None else reason in str(got)
+    assert FEATURE.probe(Context(((10, 0), (10, 3)), {"triton": "3.6.0"}, required=True)) is None
     assert FEATURE.probe(Context(((9, 0),), {})) == "triton is not installed"
 
 

@@ -13,11 +13,7 @@ NAME = "example-noun"
 
 def probe(ctx: Context) -> str | None:
     """Why this cannot run here, or None."""
-    if not ctx.capabilities:
-        return "no CUDA device"
-    if unproven := sorted(set(ctx.capabilities) - set(op.ARCHS)):
-        return f"capability: expected one of {op.ARCHS}, got {unproven}"
-    return None
+    return ctx.unproven(op.ARCHS)
 
 
 def adapter(original: Callable[..., Any]) -> Callable[..., Any]:
