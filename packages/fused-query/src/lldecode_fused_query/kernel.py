@@ -23,7 +23,7 @@ from lldecode.jit import Kernel
 
 NOPE, ROPE, INDEX_DIM = 512, 64, 128
 
-# Of 2 to 16 warps a CTA and 1 to 4 heads a warp, on an H200: one head, and this, within 4 % of the best at every shape of bench.py.
+# Of 2 to 16 on an H200 within 4 % of the best at every shape of bench.py; measured before rotations were fp32.
 WARPS = 4
 
 # r0 * r1 + r2 * r3, off by at most 2u of itself (Jeannerod, Louvet, Muller: "Further analysis of Kahan's algorithm"). Keeps a zero's sign;
@@ -247,7 +247,8 @@ class _FusedQuery:
         result = cute.make_rmem_tensor(2, Float32)
         result[0], result[1] = _row_scale(turned_max, rest_max)
         out, doubt = _packed(BOTH_FP8X4, turned, result[1], 2.0**-22)
-        if ((turned_max.bitcast(Int32) + 0x200008) & 0x7FFFFF) < 16:  # within 8 ulp of a threshold of the scale
+        # Within 8 ulp of a threshold of the scale: then every lane of the row is in doubt, as each rounded for this scale.
+        if cute.arch.vote_any_sync(((turned_max.bitcast(Int32) + 0x200008) & 0x7FFFFF) < 16):
             doubt.fill(Uint32(0xFFFFFFFF))
         if _any(doubt):
             quarters = _settled([x * 0.25 for x in turned], terms, doubt, _constant(4.0), _constant(0.25))
