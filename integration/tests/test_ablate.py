@@ -3,6 +3,7 @@ import ast
 import csv
 import io
 import json
+import random
 import signal
 import sys
 import threading
@@ -428,7 +429,7 @@ with pathlib.Path(__file__).with_name("given").open("a") as f:
     f.write(f"{os.environ.get('CUDA_VISIBLE_DEVICES')} {spec['trace']} {memory}\\n")
 
 def prompt(i, size):
-    tokens, logprobs = [7, 8, 9, 10], [-1.0, -1.0, -1.0 + 0.01 * (size == 2), -1.0]
+    tokens, logprobs = [7, 8, 9, 10], [-1.0 + 0.01 * (size == 2)] * 4
     if "near" in on and i == 1:
         tokens[2] = 11
     if "far" in on:
@@ -504,6 +505,9 @@ def test_vllm_reports_each_failure_and_runs_the_rest(engine, capsys):
 def test_vllm_runs_only_what_is_asked_for_and_none(engine, capsys):
     code, report = run_json(capsys, *VLLM, "--features", "near,far,refused", "--only", "near ,none")
     assert code == 0 and {r["combo"] for r in report["results"]} == {"none", "near"}
+    code, report = run_json(capsys, *VLLM, "--features", "near,refused", "--only", "refused")
+    note = "not run: a feature of it was skipped, or it is another combination without that one"
+    assert code == 1 and {(r["combo"], r["note"]) for r in report["results"]} == {("none", "tokens equal"), ("refused", note)}
     assert run(*VLLM, "--features", "near,far", "--only", "al") == 2
     assert capsys.readouterr().err == "lldecode ablate: --only: expected some of none, far, near, all, got 'al'\n"
 
@@ -647,6 +651,7 @@ def fake_vllm(monkeypatch):
             pass
 
         def collective_rpc(self, method):
+            assert method != "lldecode_spread" or not made.engine.prompts
             made.calls.append(method)
             return [None] if method == "lldecode_spread" else made.states()
 
@@ -764,9 +769,10 @@ def test_spread_gives_each_rank_a_share_of_its_own():
     assert torch.equal(ranks[1][0], ranks[0][0].roll(1, -1))
 
 
-def test_dummy_weights_are_spread_before_tokens_are_compared(fake_vllm, tmp_path, monkeypatch):
+def test_dummy_weights_are_spread_before_anything_is_measured(fake_vllm, tmp_path, monkeypatch):
     for load_format, calls in (("dummy", ["lldecode_spread", "lldecode_state"]), ("auto", ["lldecode_state"])):
         fake_vllm.calls.clear()
+        fake_vllm.engine.prompts.clear()
         work(tmp_path, monkeypatch, llm={"load_format": load_format})
         assert fake_vllm.calls == calls
 
@@ -782,8 +788,10 @@ def test_noise_is_stocks_own_between_batch_sizes():
             "4": size(([1, 2, 3], [-1.0, -1.0, -9.0]), ([5], [-1.1])),
         }
     }
-    noise = ablate_vllm.own_noise(stock)
-    assert noise.largest == pytest.approx(0.25) and noise.typical == 0
+    stock["batches"]["1"]["prompts"][0]["margins"] = [9.0, 9.0, 0.5]
+    assert ablate_vllm.own_noise(stock) == ablate_vllm.Noise(margin=0.5, typical=0.0)
+    never = {"batches": {"1": size(([1, 2, 3], [-1.0, -1.0, -9.0])), "5": size(([1, 2, 3], [-1.5, -1.5, -9.5]))}}
+    assert ablate_vllm.own_noise(never) == ablate_vllm.Noise(margin=0.5, typical=0.5)
     assert ablate_vllm.own_noise({"batches": {"1": stock["batches"]["1"]}}) == ablate_vllm.Noise()
 
 
@@ -792,11 +800,29 @@ def test_log_probabilities_that_are_off_everywhere_are_no_noise(change, ok):
     def prompt(change):
         return {"tokens": [1] * 40, "logprobs": [-1.0 - change] * 40, "margins": [1.0] * 40}
 
-    noise = ablate_vllm.Noise(largest=1.0, typical=0.01)
+    noise = ablate_vllm.Noise(margin=1.0, typical=0.01)
     verdict = ablate_vllm.compare([prompt(0)], [prompt(change)], noise)
     assert (verdict.ok, verdict.max_err, verdict.bound) == (ok, pytest.approx(change), pytest.approx(0.03))
     assert verdict.note == ("tokens equal" if ok else "log-probabilities change by 0.04 in the median, stock's own noise 0.01")
     assert ablate_vllm.compare([prompt(0)], [prompt(change)], ablate_vllm.Noise()).ok
+
+
+def test_unrelated_tokens_are_no_noise():
+    rng = random.Random(0)
+
+    def prompt():
+        return {"tokens": [rng.randrange(9) for _ in range(40)], "logprobs": [-1.0] * 40, "margins": [rng.random() for _ in range(40)]}
+
+    assert not ablate_vllm.compare([prompt() for _ in range(16)], [prompt() for _ in range(16)], ablate_vllm.Noise(0.2, 0.05)).ok
+
+
+def test_speculation_needs_more_room(engine, monkeypatch):
+    rooms = []
+    monkeypatch.setattr(ablate_vllm, "measure", lambda spec, *_, **__: rooms.append(spec.llm["max_model_len"]) or sys.exit())
+    for extra in ("{}", '{"speculative_config": {"num_speculative_tokens": 3}}'):
+        with pytest.raises(SystemExit):
+            run(*VLLM, "--input-len", "100", "--output-len", "10", "--rounds", "2", "--engine-args", extra)
+    assert rooms == [100 + 16 + 20 + 2 * 2, 100 + 4 * (16 + 20 + 2 * 2)]
 
 
 def test_default_run_fits_its_time_budget(add, capsys):

@@ -109,12 +109,12 @@ def _run(args: argparse.Namespace, engines: Mapping[str, Callable[[argparse.Name
         print(f"lldecode ablate: {e}", file=sys.stderr)
         return 2
     report = start()
+    if args.csv:
+        write_csv(args.csv, report)
     if args.json:
         print(json.dumps(dataclasses.asdict(report), indent=2))
     else:
         show(report)
-    if args.csv:
-        write_csv(args.csv, report)
     if args.plot:
         plot(args.plot, report)
     return 130 if report.interrupted else 0 if report.ok else 1
@@ -146,10 +146,14 @@ def check_output(name: str, path: str | None) -> None:
         raise ValueError(f"--plot: expected a name that ends in {', '.join(_PLOT_SUFFIXES)}, got {path!r}")
     if pathlib.Path(path).is_dir():
         raise ValueError(f"--{name}: expected a file, got the directory {path!r}")
-    parent = pathlib.Path(path).absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(parent, os.W_OK):
-        raise ValueError(f"--{name}: no permission to write in {str(parent)!r}")
+    check_directory(name, str(pathlib.Path(path).absolute().parent))
+
+
+def check_directory(name: str, path: str) -> None:
+    """Make it, and refuse one that nothing can be written in."""
+    pathlib.Path(path).mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK):
+        raise ValueError(f"--{name}: no permission to write in {path!r}")
 
 
 def choose(text: str | None) -> tuple[list[str], dict[str, str]]:

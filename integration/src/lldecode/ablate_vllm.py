@@ -35,6 +35,7 @@ from lldecode.ablate import (
     Result,
     Verdict,
     batches,
+    check_directory,
     choose,
     combinations,
     positive,
@@ -67,16 +68,17 @@ BUSY = "any kernel"
 """Beside the kernels of a profile: how long at least one of them ran, since they overlap."""
 
 NOISE_MARGIN = 2.0
-"""A token may differ from stock's where stock's own top-2 margin is at most this many times stock's own largest noise.
+"""A token may differ from stock's where stock's own top-2 margin is at most this many times the largest at which stock differs from itself.
 
-Noise is the change of a chosen token's log-probability when stock decodes the same prompt at another batch size, where cuBLAS and vLLM
-themselves choose other kernels.
+Stock differs from itself where it decodes the same prompt at another batch size: cuBLAS and vLLM then choose other kernels. Where it never
+does, the largest margin is the median change of a chosen token's log-probability.
 """
 
 TYPICAL_MARGIN = 3.0
 """The median change of a chosen token's log-probability may be this many times the median of stock's own noise.
 
-The largest noise has a long tail, since another expert is chosen where two score the same; what is off everywhere moves the median.
+That noise is the change between batch sizes. It has a long tail, since another expert is chosen where two score the same; what is off
+everywhere moves the median.
 """
 
 LEAST_POSITIONS = 32
@@ -115,8 +117,10 @@ def prepare(args: argparse.Namespace) -> Callable[[], Report]:
     sizes = batches(args.batch)
     input_len, output_len = positive("input-len", args.input_len, 1024), positive("output-len", args.output_len, 128)
     rounds = positive("rounds", args.rounds, 5)
-    # the first request decodes while the others prefill, at least 1024 prompt tokens a step
-    room = input_len + FIRST_TOKENS + rounds * output_len + sizes[-1] * (2 + input_len // 1024)
+    engine_args = _engine_args(args.engine_args)
+    # The first request decodes while the others prefill, at least 1024 prompt tokens a step; with speculation one may outrun the mean.
+    steps = FIRST_TOKENS + rounds * output_len + sizes[-1] * (2 + input_len // 1024)
+    room = input_len + steps * (1 + int((engine_args.get("speculative_config") or {}).get("num_speculative_tokens") or 0))
     llm: dict[str, Any] = {
         "model": args.model,
         "load_format": args.load_format or "auto",
@@ -131,12 +135,12 @@ def prepare(args: argparse.Namespace) -> Callable[[], Report]:
     at_once = positive("at-once", args.at_once, 1)
     if (sharing := -(-at_once // max(len(gpus), 1))) > 1:
         llm["gpu_memory_utilization"] = round(GPU_MEMORY / sharing, 3)  # an engine does not start where this share is not free
-    llm |= _engine_args(args.engine_args)
+    llm |= engine_args
     profile = positive("profile", args.profile, 0)
     if args.trace is not None:
         if not profile:
             raise ValueError("--trace: expected --profile beside it")
-        pathlib.Path(args.trace).mkdir(parents=True, exist_ok=True)
+        check_directory("trace", args.trace)
     spec = Spec(sizes, input_len, output_len, rounds, profile, args.trace, llm)
     wanted, environ = choose(args.features)
     if gpus and llm["tensor_parallel_size"] > 1:
@@ -200,6 +204,9 @@ def measure(
     stock = outcomes["none"]
     noise = Noise() if isinstance(stock, str) else own_noise(stock)
     results = [_row(combo, chosen, size, outcomes[combo], stock, noise) for size in spec.batches for combo, chosen in combos.items()]
+    skipped = Verdict(False, "not run: a feature of it was skipped, or it is another combination without that one")
+    missing = sorted(set(only or ()) - combos.keys())
+    results += [result(label, frozenset(), size, None, None, skipped) for label in missing for size in spec.batches]
     done = {combo: o for combo, o in outcomes.items() if isinstance(o, dict)}
     return Report(
         engine="vllm",
@@ -298,9 +305,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """Stock's own, in nats: the largest and the median change of a log-probability between batch sizes; 0 where there is one size."""
+    """Stock's own between batch sizes, in nats; 0 where there is one size.
 
-    largest: float = 0.0
+    Attributes:
+        margin: the largest top-2 margin at which it chose another token.
+        typical: the median change of a chosen token's log-probability.
+    """
+
+    margin: float = 0.0
     typical: float = 0.0
 
 
@@ -310,8 +322,13 @@ def own_noise(stock: Mapping[str, Any]) -> Noise:
     for size in stock["batches"].values():
         for i, prompt in enumerate(size["prompts"]):
             by_prompt.setdefault(i, []).append(prompt)
-    changes = [x for runs in by_prompt.values() for other in runs[1:] for x in _changes(runs[0], other)]
-    return Noise(max(changes), statistics.median(changes)) if changes else Noise()
+    pairs = [(runs[0], other) for runs in by_prompt.values() for other in runs[1:]]
+    changes = [x for pair in pairs for x in _changes(*pair)]
+    if not changes:
+        return Noise()
+    typical = statistics.median(changes)
+    flips = [a["margins"][at] for a, b in pairs if (at := _common(a["tokens"], b["tokens"])) < len(a["tokens"])]
+    return Noise(max(flips, default=typical), typical)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -337,7 +354,7 @@ def compare(stock: Sequence[Mapping[str, Any]], got: Sequence[Mapping[str, Any]]
         at = _common(want["tokens"], have["tokens"])
         if at < len(want["tokens"]):
             margin = want["margins"][at]
-            excused = margin <= NOISE_MARGIN * noise.largest
+            excused = margin <= NOISE_MARGIN * noise.margin
             ok = ok and excused
             notes.append(f"prompt {i} differs at token {at}, stock's margin {margin:.2g}{' is noise' if excused else ''}")
     changes = [x for pair in zip(stock, got, strict=True) for x in _changes(*pair)]
@@ -421,8 +438,9 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
 def spread(model: Any, rank: int = 0) -> None:
     """Scale dummy weights in place so that a token depends on every layer: norms to 1, matrices to keep the variance.
 
-    vLLM draws them from +-1e-3, norms included. A layer's output is then lost in the rounding of the residual stream, and tokens agree
-    whatever a kernel computed. It draws the same for each `rank`: so that the ranks' shares differ, they are rolled by it.
+    vLLM draws them from +-1e-3, norms included. A layer's output is then lost in the rounding of the residual stream: tokens agree
+    whatever a kernel computed, and those of a batch are routed to the same few experts. It draws the same for each `rank`: so that the
+    ranks' shares differ, they are rolled by it.
     """
     import torch
 
@@ -469,6 +487,9 @@ def work(spec: Spec, started: Callable[[], object]) -> dict[str, Any]:
         params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs)
         return llm.generate(prompts[:size], params, use_tqdm=False)
 
+    if spec.llm.get("load_format") == "dummy":
+        llm.collective_rpc("lldecode_spread")
+        llm.reset_prefix_cache()
     short, long = FIRST_TOKENS, FIRST_TOKENS + spec.output_len
     measured: dict[str, dict[str, Any]] = {}
     for size in spec.batches:
@@ -480,9 +501,6 @@ def work(spec: Spec, started: Callable[[], object]) -> dict[str, Any]:
         before = _profile(llm, functools.partial(generate, size, short), spec.trace)
         after = _profile(llm, functools.partial(generate, size, long), None)
         kernels = top_kernels(before, after, spec.output_len, spec.profile)
-    if spec.llm.get("load_format") == "dummy":
-        llm.collective_rpc("lldecode_spread")
-        llm.reset_prefix_cache()
     for size in spec.batches:
         measured[str(size)]["prompts"] = [_greedy(o.outputs[0]) for o in generate(size, long, logprobs=2)]
     return {"batches": measured, "state": _agreed(llm.collective_rpc("lldecode_state")), "kernels": kernels, "gpu": bench.gpu_name()}

@@ -457,7 +457,7 @@ def checks(outcomes: Mapping[str, dict[str, Any]], config: Mapping[str, Any], sp
             for size, got in out["tokens"]["batches"].items():
                 verdict = compare(stock["batches"][size]["prompts"], got["prompts"], noise) if stock else None
                 note = (
-                    f"{verdict.note} (noise {noise.largest:.2g}, typical {noise.typical:.2g})"
+                    f"{verdict.note} (stock differs from itself up to a margin of {noise.margin:.2g})"
                     if verdict
                     else "not compared: nospec has none"
                 )
