@@ -85,6 +85,7 @@ FEATURE = Feature(
     name=NAME,
     summary="Programmatic dependent launch of the decode chain: norm + RoPE + cache write, MTP input norm, top-k index conversion",
     probe=probe,
+    default="off",  # vLLM's default class on the GPUs that it has run on has not been measured with it
     superseded_by="in part: vLLM 0.28.0 (PDL of fused_norm_rope), 0.29.0 (q norm of padded rows)",
     patches=(
         _patch(f"{_DSA}.attention:fused_norm_rope", _norm_rope, "vLLM >= 0.29", "5193450b3d55b29c"),
