@@ -1,6 +1,9 @@
 """The seams against the real classes of vLLM, which run on CPU tensors here: the op's CPU implementation computes."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -95,6 +98,17 @@ print("RESULT" + json.dumps(out))
 
 GENERIC = "vllm.model_executor.models.deepseek_v2:GlmMoeDsaForCausalLM"
 OPTIMIZED = "vllm.models.deepseek_v32.nvidia.model:DeepseekV32ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("value", "layers"),
+    [("", "*,!*shared_expert*,"), (" !lm_head ", "*,!*shared_expert*,!lm_head"), ("*.o_proj,!lm_head", "*.o_proj,!lm_head")],
+)
+def test_a_list_of_exceptions_goes_on_from_the_default(value, layers):
+    code = "from lldecode_skinny_gemm import vllm; print(vllm.LAYERS, vllm._wanted('a.o_proj'), vllm._wanted('lm_head'))"
+    environ = os.environ | {"LLDECODE_SKINNY_GEMM_LAYERS": value}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [layers, "True", str(not value)]
 
 
 def run(script, *args, **kw):

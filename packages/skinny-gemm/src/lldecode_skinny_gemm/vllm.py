@@ -22,9 +22,11 @@ from lldecode_skinny_gemm import op
 
 logger = logging.getLogger("lldecode")
 NAME = "skinny-gemm"
-LAYERS = os.environ.get("LLDECODE_SKINNY_GEMM_LAYERS", "").strip() or "*,!*shared_expert*"
+_layers = os.environ.get("LLDECODE_SKINNY_GEMM_LAYERS", "").strip()
+LAYERS = f"*,!*shared_expert*,{_layers}" if _layers[:1] in ("", "!") else _layers
 """Comma-separated patterns of module names (``*.eh_proj``) that may be taken, with ``!`` that may not; the last that matches decides.
 
+An empty list is the default, and one that begins with ``!`` goes on from it.
 Shared experts run beside the routed ones on a second stream: their time is hidden, and a wide kernel there takes the routed one's place.
 """
 
@@ -97,7 +99,7 @@ def take(model: nn.Module, prefix: str = "") -> dict[str, int]:
                 m.__class__ = _Linear
             m._use_min_latency_gemm = False  # of DeepSeekV2FusedQkvAProjLinear: the op knows that kernel too
             taken["absorbed" if weight is None else f"{name.rsplit('.', 1)[-1]} {weight.shape[0]}x{weight.shape[1]}"] += 1
-    logger.info("%s: took %s", NAME, ", ".join(f"{n} x {kind}" for kind, n in taken.items()) or "nothing")
+    (logger.info if taken else logger.warning)("%s: took %s of %s", NAME, dict(taken) or "nothing", LAYERS)
     return dict(taken)
 
 
