@@ -143,7 +143,7 @@ def unproven(capabilities: Iterable[tuple[int, int]], required: bool) -> str | N
     if not refused:
         return None
     if refused <= set(ON_REQUEST):
-        return f"capability {_dotted(refused)}: the class was measured slower than stock there; only the flag's value on has it"
+        return f"capability {_dotted(refused)}: the class was slower at batch 16 and little faster below; only the flag's value on has it"
     return f"capability: expected {_dotted(PROVEN)}, or {_dotted(ON_REQUEST)} on demand, got {_dotted(refused)}"
 
 
