@@ -311,6 +311,7 @@ def test_originals_that_do_not_come_back_are_an_error(add, monkeypatch):
         (("--layers", "-1"), "--layers: expected a whole number from 1, got '-1'"),
         (("--spec", "-1"), "--spec: expected a whole number from 0, got '-1'"),
         (("--context", "16"), "--context: expected more than the largest batch (16), got 16"),
+        (("--features", " ,"), "--features: expected names, got ' ,'"),
         (("--features", "typo"), "--features: unknown feature 'typo'; installed: right"),
         (("--features", "not-there"), "--features: not-there is not installed (package lldecode-not-there)"),
         (("--plot", "x.bmp"), "--plot: expected a name that ends in .png, .svg, .pdf, got 'x.bmp'"),
@@ -336,6 +337,18 @@ def test_bad_input_is_one_line_and_exit_2(add, capsys, monkeypatch, argv, messag
     monkeypatch.setattr(bench, "version_of", lambda dist: "0.26.0")
     assert run(*argv) == 2
     assert capsys.readouterr() == ("", f"lldecode ablate: {message}\n")
+
+
+def test_a_feature_that_is_named_is_asked_for(add, monkeypatch):
+    for name in ("one", "two", "three"):
+        add(name)
+    monkeypatch.setenv("LLDECODE_THREE", "off")
+
+    def flags_of(text):
+        return {name: ablate.choose(text)[1][f"LLDECODE_{name.upper()}"] for name in ("one", "two", "three")}
+
+    assert flags_of("two,three") == {"one": "auto", "two": "on", "three": "off"}
+    assert flags_of(None) == {"one": "auto", "two": "auto", "three": "off"}
 
 
 def test_bad_flag_is_exit_2(add, capsys, monkeypatch):
@@ -684,6 +697,11 @@ def test_worker_times_a_token_where_all_requests_decode(fake_vllm, tmp_path, mon
     assert report["state"] == {"applied": None, "fingerprint": None, "declined": feature.declined()} and report["kernels"] == []
 
 
+def test_no_prefill_is_in_a_decoded_token(fake_vllm, tmp_path, monkeypatch):
+    fake_vllm.engine.model_config.max_model_len = 200  # the first request decodes for 24 steps before the last has prefilled
+    assert work(tmp_path, monkeypatch, batches=[24])["batches"]["24"]["us"] == pytest.approx([1000.0, 1000.0])
+
+
 def test_a_step_of_several_tokens_is_shared_among_them(fake_vllm, tmp_path, monkeypatch):
     fake_vllm.engine.step_tokens = 2
     assert work(tmp_path, monkeypatch)["batches"]["3"]["us"] == pytest.approx([500.0, 500.0])
@@ -805,6 +823,21 @@ def test_log_probabilities_that_are_off_everywhere_are_no_noise(change, ok):
     assert (verdict.ok, verdict.max_err, verdict.bound) == (ok, pytest.approx(change), pytest.approx(0.03))
     assert verdict.note == ("tokens equal" if ok else "log-probabilities change by 0.04 in the median, stock's own noise 0.01")
     assert ablate_vllm.compare([prompt(0)], [prompt(change)], ablate_vllm.Noise()).ok
+
+
+@pytest.mark.parametrize(("margin", "ok"), [(0.4, True), (0.41, False)])
+def test_a_token_may_differ_where_stock_differs_from_itself(margin, ok):
+    stock = {"tokens": [1] * 40, "logprobs": [-1.0] * 40, "margins": [9.0] * 9 + [margin] + [9.0] * 30}
+    verdict = ablate_vllm.compare([stock], [stock | {"tokens": [1] * 9 + [2] * 31}], ablate_vllm.Noise(margin=0.2, typical=0.01))
+    assert (verdict.ok, verdict.bound) == (ok, None)
+    assert verdict.note == f"prompt 0 differs at token 9, stock's margin {margin}{' is noise' if ok else ''}"
+
+
+@pytest.mark.parametrize("common", [31, 32])
+def test_the_median_of_few_tokens_says_nothing(common):
+    stock = {"tokens": [1] * 40, "logprobs": [-1.0] * 40, "margins": [0.0] * 40}
+    other = {"tokens": [1] * common + [2] * (40 - common), "logprobs": [-2.0] * 40, "margins": [0.0] * 40}
+    assert ablate_vllm.compare([stock], [other], ablate_vllm.Noise(0.2, 0.01)).ok == (common < 32)
 
 
 def test_unrelated_tokens_are_no_noise():

@@ -157,20 +157,23 @@ def check_directory(name: str, path: str) -> None:
 
 
 def choose(text: str | None) -> tuple[list[str], dict[str, str]]:
-    """The features to measure, and an environment in which those without a setting of the user's are ``auto``.
+    """The features to measure, and an environment in which those without a setting of the user's are ``on`` if named, else ``auto``.
 
     Raises:
-        ValueError: a name that is not installed, or a bad flag.
+        ValueError: no name, one that is not installed, or a bad flag.
     """
     installed = sorted(registry.entry_points())
     wanted = installed if text is None else [name.strip() for name in text.split(",") if name.strip()]
+    if text is not None and not wanted:
+        raise ValueError(f"--features: expected names, got {text!r}")
     for name in wanted:
         if name in registry.catalog() and name not in installed:
             raise ValueError(f"--features: {name} is not installed (package lldecode-{name})")
         if name not in installed:
             raise ValueError(f"--features: unknown feature {name!r}; installed: {', '.join(installed) or 'none'}")
     settings = flags.read(os.environ, installed, registry.catalog())
-    unset = {flags.env_name(name): "auto" for name in installed if name not in settings}
+    named = () if text is None else wanted
+    unset = {flags.env_name(name): "on" if name in named else "auto" for name in installed if name not in settings}
     return sorted(set(wanted)), {**os.environ, **unset}
 
 
