@@ -558,6 +558,19 @@ def test_vllm_workers_take_turns_on_gpus_and_each_has_its_timeline(engine, monke
     assert (engine / "t").is_dir()
 
 
+@pytest.mark.parametrize("what", ["started", "done"])
+def test_vllm_does_not_wait_for_an_engine_that_hangs(engine, capsys, what):
+    hang = 'if on == ["near"]:\n    time.sleep(60)\n'
+    at = '(out / "ready").touch()\n' if what == "started" else "timeline = "
+    (engine / "worker.py").write_text(WORKER.replace(at, hang + at))
+    begun = time.monotonic()
+    code, report = run_json(capsys, *VLLM, "--features", "near,far", "--timeout", "3")
+    notes = {r["combo"]: r["note"].splitlines()[0] for r in report["results"] if r["batch"] == 1}
+    assert code == 1 and time.monotonic() < begun + 30
+    assert notes["none"] == "tokens equal" and notes["near"] == f"worker failed: not {what} in 3 s"
+    assert notes["all"].startswith("prompt 0 differs")
+
+
 def test_vllm_reports_what_was_measured_before_an_interrupt(engine, capsys):
     stop = "import signal; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
     (engine / "worker.py").write_text(WORKER.replace('if "crash" in on:\n', f'if on == ["near"]:\n    {stop}\nif "crash" in on:\n'))

@@ -39,7 +39,7 @@ CPU_NOTE = "CPU: scaled-down shapes, reference implementations; these times say 
 
 _VLLM_ONLY = (
     *("load_format", "input_len", "output_len", "tensor_parallel_size", "max_model_len", "engine_args"),
-    *("at_once", "gpus", "only", "profile", "trace"),
+    *("at_once", "gpus", "only", "profile", "timeout", "trace"),
 )
 _LAYER_ONLY = ("context", "layers", "spec")
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vllm.add_argument(
         "--at-once", metavar="N", help="engines that start together and share the GPU's memory; they measure one by one (default 1)"
     )
+    vllm.add_argument("--timeout", metavar="S", help="seconds for engines to start, and for each to be measured (default 1800)")
     vllm.add_argument("--only", metavar="LIST", help="of the combinations these and none, as the table names them (default: all of them)")
     vllm.add_argument(
         "--gpus", metavar="LIST", help="as CUDA_VISIBLE_DEVICES: one engine on each in turn (default: all on what is visible)"

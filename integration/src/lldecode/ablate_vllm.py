@@ -148,7 +148,8 @@ def prepare(args: argparse.Namespace) -> Callable[[], Report]:
     labels = None if args.only is None else {"none", *(label.strip() for label in args.only.split(","))}
     if unknown := sorted((labels or set()) - (known := combinations(wanted)).keys()):
         raise ValueError(f"--only: expected some of {', '.join(known)}, got {unknown[0]!r}")
-    return lambda: measure(spec, wanted, environ, at_once=at_once, gpus=gpus, only=labels, quiet=args.json)
+    timeout = positive("timeout", args.timeout, 1800)
+    return lambda: measure(spec, wanted, environ, at_once=at_once, gpus=gpus, only=labels, timeout=timeout, quiet=args.json)
 
 
 def _engine_args(text: str | None) -> dict[str, Any]:
@@ -169,12 +170,14 @@ def measure(
     at_once: int = 1,
     gpus: Sequence[str] = (),
     only: Collection[str] | None = None,
+    timeout: float = 1800,
     quiet: bool = True,
 ) -> Report:
     """Run the ablation, `at_once` workers starting together, each on one of `gpus` in turn; no worker outlives it.
 
     Args:
         only: labels of the combinations to run, ``none`` among them; None for all.
+        timeout: seconds, see :func:`run_workers`.
     """
     notes = _survey(wanted, environ)
     measured = [name for name, note in notes.items() if note.state == "measured"]
@@ -188,7 +191,7 @@ def measure(
     with progress(2 * len(names), quiet) as step:
         try:
             for i in range(0, len(names), at_once):
-                run_workers(spec, {name: environs[name] for name in names[i : i + at_once]}, step, outcomes)
+                run_workers(spec, {name: environs[name] for name in names[i : i + at_once]}, step, outcomes, timeout)
         except KeyboardInterrupt:
             if "none" not in outcomes:
                 raise
@@ -249,12 +252,17 @@ def worker_environ(environ: Mapping[str, str], installed: Sequence[str], chosen:
 
 
 def run_workers(
-    spec: Spec, environs: Mapping[str, Mapping[str, str]], step: Callable[[str], None], outcomes: dict[str, dict[str, Any] | str]
+    spec: Spec,
+    environs: Mapping[str, Mapping[str, str]],
+    step: Callable[[str], None],
+    outcomes: dict[str, dict[str, Any] | str],
+    timeout: float,
 ) -> None:
     """Start one worker for each environment, and when all have started let one after the other measure.
 
     Args:
         outcomes: receives by name, as each is done, what the worker reported, or why it reported nothing, with the end of its log.
+        timeout: seconds for all of them to start, and for each to measure; what has not by then is stopped.
     """
     with tempfile.TemporaryDirectory(prefix="lldecode-ablate-") as tmp, contextlib.ExitStack() as ending:
         workers: dict[str, subprocess.Popen[bytes]] = {}
@@ -270,21 +278,27 @@ def run_workers(
                 )
             ending.callback(_end, workers[name])
         directories = {name: pathlib.Path(tmp, str(i)) for i, name in enumerate(environs)}
+        deadline = time.monotonic() + timeout
         while any(w.poll() is None and not (directories[name] / "ready").exists() for name, w in workers.items()):
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.2)
         for name, worker in workers.items():
             step(f"measuring {name}")
-            worker.communicate(b"\n")
-            outcomes[name] = _outcome(worker.returncode, directories[name])
+            started = (directories[name] / "ready").exists()
+            try:
+                worker.communicate(b"\n", timeout=timeout if started or worker.poll() is not None else 0)
+                code = worker.returncode
+                outcomes[name] = _outcome(f"killed by signal {-code}" if code < 0 else f"exit status {code}", directories[name])
+            except subprocess.TimeoutExpired:
+                outcomes[name] = _outcome(f"not {'done' if started else 'started'} in {timeout:g} s", directories[name])
             _end(worker)  # what it leaves behind would hold the GPU's memory
 
 
-def _outcome(code: int, directory: pathlib.Path) -> dict[str, Any] | str:
+def _outcome(why: str, directory: pathlib.Path) -> dict[str, Any] | str:
     out = directory / "result"
-    text = out.read_text() if out.is_file() else ""
-    if code == 0 and text:
-        return json.loads(text)
-    why = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+    if why == "exit status 0" and out.is_file():
+        return json.loads(out.read_text())
     lines = (directory / "log").read_text(errors="replace").splitlines()
     cause = next((line for line in lines[:-LOG_TAIL] if _ERROR.search(line)), None)  # the end is often just who noticed
     return "\n".join([f"worker failed: {why}", *([cause, "..."] if cause else []), *lines[-LOG_TAIL:]])
