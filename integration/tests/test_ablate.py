@@ -862,6 +862,14 @@ def test_unrelated_tokens_are_no_noise():
     assert not ablate_vllm.compare([prompt() for _ in range(16)], [prompt() for _ in range(16)], ablate_vllm.Noise(0.2, 0.05)).ok
 
 
+@pytest.mark.parametrize(
+    ("at_once", "gpus", "share"),
+    [(1, "", 0.9), (3, "", 0.3), (4, "01", 0.45), (3, "01", 0.45), (2, "01", 0.9), (1, "01", 0.9), (4, "0110", 0.45), (2, "0011", 0.45)],
+)
+def test_memory_is_shared_by_the_engines_on_a_gpu(at_once, gpus, share):
+    assert ablate_vllm.memory_share(at_once, list(gpus)) == share
+
+
 def test_speculation_needs_more_room(engine, monkeypatch):
     rooms = []
     monkeypatch.setattr(ablate_vllm, "measure", lambda spec, *_, **__: rooms.append(spec.llm["max_model_len"]) or sys.exit())

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lldecode import jit, registry
+from lldecode import jit, registry, workers
 
 FEATURE = "ll-bf16-router"
 """An installed feature with an operator of CuTe DSL kernels, found through its entry point."""
@@ -60,9 +59,8 @@ def start(cache: Path, logs: Path, script: str = RANK) -> list[dict[str, Any]]:
     """What each process reports; both compile from the moment that both are ready. Both are killed when the time is over."""
     logs.mkdir()
     environ = os.environ | {"LLDECODE_CACHE_DIR": str(cache)}
-    ranks: list[subprocess.Popen[str]] = []
     end = time.monotonic() + LIMIT_S
-    try:
+    with workers.killed_at_end() as ranks:
         for i in range(2):
             with (logs / f"err{i}").open("w") as err, (logs / f"out{i}").open("w") as out:
                 command = [sys.executable, "-c", script, str(i), FEATURE]
@@ -77,14 +75,7 @@ def start(cache: Path, logs: Path, script: str = RANK) -> list[dict[str, Any]]:
             with contextlib.suppress(BrokenPipeError):
                 r.stdin.write("\n")
                 r.stdin.close()
-        while any(r.poll() is None for r in ranks) and time.monotonic() < end:
-            time.sleep(0.01)
-        assert [r.poll() for r in ranks] == [0, 0], report(ranks, logs)
-    finally:
-        for r in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(r.pid, signal.SIGKILL)
-            r.wait()
+        assert workers.wait(ranks, end - time.monotonic()) == [0, 0], report(ranks, logs)
     return [json.loads((logs / f"out{i}").read_text().splitlines()[-1]) for i in range(2)]
 
 

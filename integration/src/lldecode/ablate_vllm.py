@@ -2,33 +2,26 @@
 
 The parent decides which features can run (``lldecode doctor``), starts one worker a combination with every flag set
 explicitly, and compares what the workers report. A worker is ``python -m lldecode.ablate_vllm SPEC DIR``: SPEC is a JSON
-object; the file ``ready`` in DIR says that its engine has started, it measures when it reads a line from stdin, and the file
-``result`` receives one JSON line. So workers can start together, and each still measures alone.
+object, DIR as :mod:`lldecode.workers` says.
 """
 
 import argparse
 import collections
-import contextlib
-import ctypes
 import dataclasses
 import functools
 import itertools
 import json
 import math
-import os
 import pathlib
 import random
-import re
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from lldecode import bench, flags, registry
+from lldecode import bench, flags, registry, workers
 from lldecode.ablate import (
     FeatureNote,
     Report,
@@ -49,14 +42,8 @@ DOCTOR = (sys.executable, "-c", "import sys; from lldecode.cli import main; sys.
 GPU_MEMORY = 0.9
 """Share of a GPU's memory that engines which start together have between them; vLLM's default for one."""
 
-LOG_TAIL = 15
-"""Lines of a failed worker's log that are reported."""
-
 FIRST_TOKENS = 16
 """Tokens that each request decodes before anything is timed, and the shorter of the two generations of a profile."""
-
-_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
-_PR_SET_PDEATHSIG = 1
 
 ABSORBED = {"W_UK_T": -1, "W_UV": -2}
 """MLA's absorbed weights, and the dimension that holds the latent."""
@@ -92,7 +79,7 @@ class Spec:
     Attributes:
         llm: keyword arguments of ``vllm.LLM``.
         profile: kernels to report, 0 for no profile.
-        trace: directory that receives each combination's timeline, or None.
+        trace: file that receives the timeline of a profile, or None.
     """
 
     batches: list[int]
@@ -133,15 +120,15 @@ def prepare(args: argparse.Namespace) -> Callable[[], Report]:
     }
     gpus = [gpu.strip() for gpu in (args.gpus or "").split(",") if gpu.strip()]
     at_once = positive("at-once", args.at_once, 1)
-    if (sharing := -(-at_once // max(len(gpus), 1))) > 1:
-        llm["gpu_memory_utilization"] = round(GPU_MEMORY / sharing, 3)  # an engine does not start where this share is not free
+    if (share := memory_share(at_once, gpus)) < GPU_MEMORY:
+        llm["gpu_memory_utilization"] = share  # an engine does not start where this is not free
     llm |= engine_args
     profile = positive("profile", args.profile, 0)
     if args.trace is not None:
         if not profile:
             raise ValueError("--trace: expected --profile beside it")
         check_directory("trace", args.trace)
-    spec = Spec(sizes, input_len, output_len, rounds, profile, args.trace, llm)
+    spec = Spec(sizes, input_len, output_len, rounds, profile, None, llm)
     wanted, environ = choose(args.features)
     if gpus and llm["tensor_parallel_size"] > 1:
         raise ValueError("--gpus: not with --tensor-parallel-size: set CUDA_VISIBLE_DEVICES")
@@ -149,7 +136,14 @@ def prepare(args: argparse.Namespace) -> Callable[[], Report]:
     if unknown := sorted((labels or set()) - (known := combinations(wanted)).keys()):
         raise ValueError(f"--only: expected some of {', '.join(known)}, got {unknown[0]!r}")
     timeout = positive("timeout", args.timeout, 1800)
-    return lambda: measure(spec, wanted, environ, at_once=at_once, gpus=gpus, only=labels, timeout=timeout, quiet=args.json)
+    options = {"at_once": at_once, "gpus": gpus, "only": labels, "timeout": timeout, "trace": args.trace}
+    return lambda: measure(spec, wanted, environ, **options, quiet=args.json)
+
+
+def memory_share(at_once: int, gpus: Sequence[str]) -> float:
+    """What of a GPU's memory each of `at_once` engines gets where they take `gpus` in turn; none named is the one that is visible."""
+    on = collections.Counter(itertools.islice(itertools.cycle(gpus or [""]), at_once))
+    return round(GPU_MEMORY / max(on.values()), 3)
 
 
 def _engine_args(text: str | None) -> dict[str, Any]:
@@ -171,13 +165,15 @@ def measure(
     gpus: Sequence[str] = (),
     only: Collection[str] | None = None,
     timeout: float = 1800,
+    trace: str | None = None,
     quiet: bool = True,
 ) -> Report:
     """Run the ablation, `at_once` workers starting together, each on one of `gpus` in turn; no worker outlives it.
 
     Args:
         only: labels of the combinations to run, ``none`` among them; None for all.
-        timeout: seconds, see :func:`run_workers`.
+        timeout: seconds, see :func:`lldecode.workers.run`.
+        trace: directory that receives each combination's timeline.
     """
     notes = _survey(wanted, environ)
     measured = [name for name, note in notes.items() if note.state == "measured"]
@@ -186,18 +182,22 @@ def measure(
     environs = {combo: worker_environ(environ, installed, chosen) for combo, chosen in combos.items()}
     if gpus:
         environs = {c: e | {"CUDA_VISIBLE_DEVICES": gpu} for (c, e), gpu in zip(environs.items(), itertools.cycle(gpus), strict=False)}
-    outcomes: dict[str, dict[str, Any] | str] = {}
+    commands = {}
+    for combo, its_environ in environs.items():
+        to = trace and str(pathlib.Path(trace, f"{combo.replace(' ', '-')}.json.gz").absolute())
+        commands[combo] = [*WORKER, json.dumps(dataclasses.asdict(dataclasses.replace(spec, trace=to)))], its_environ
+    found: dict[str, workers.Outcome] = {}
     names = list(combos)
     with progress(2 * len(names), quiet) as step:
         try:
             for i in range(0, len(names), at_once):
-                run_workers(spec, {name: environs[name] for name in names[i : i + at_once]}, step, outcomes, timeout)
+                workers.run({name: commands[name] for name in names[i : i + at_once]}, step, found, timeout)
         except KeyboardInterrupt:
-            if "none" not in outcomes:
+            if "none" not in found:
                 raise
-    interrupted = len(outcomes) < len(names)
-    for name in names:
-        outcomes.setdefault(name, "interrupted before it was measured")
+    interrupted = len(found) < len(names)
+    outcomes: dict[str, dict[str, Any] | str] = dict.fromkeys(names, "interrupted before it was measured")
+    outcomes |= {name: o.report if o.failure is None else o.failure for name, o in found.items()}
     for name in notes:
         counts: collections.Counter[str] = collections.Counter()
         for outcome in outcomes.values():
@@ -249,72 +249,6 @@ def worker_environ(environ: Mapping[str, str], installed: Sequence[str], chosen:
         "LLDECODE_OFF": ",".join(name for name in installed if name not in chosen),
         **{flags.env_name(name): "on" for name in chosen},
     }
-
-
-def run_workers(
-    spec: Spec,
-    environs: Mapping[str, Mapping[str, str]],
-    step: Callable[[str], None],
-    outcomes: dict[str, dict[str, Any] | str],
-    timeout: float,
-) -> None:
-    """Start one worker for each environment, and when all have started let one after the other measure.
-
-    Args:
-        outcomes: receives by name, as each is done, what the worker reported, or why it reported nothing, with the end of its log.
-        timeout: seconds for all of them to start, and for each to measure; what has not by then is stopped.
-    """
-    with tempfile.TemporaryDirectory(prefix="lldecode-ablate-") as tmp, contextlib.ExitStack() as ending:
-        workers: dict[str, subprocess.Popen[bytes]] = {}
-        for i, (name, environ) in enumerate(environs.items()):
-            step(f"starting {name}")
-            directory = pathlib.Path(tmp, str(i))
-            directory.mkdir()
-            trace = spec.trace and str(pathlib.Path(spec.trace, f"{name.replace(' ', '-')}.json.gz").absolute())
-            command = [*WORKER, json.dumps(dataclasses.asdict(dataclasses.replace(spec, trace=trace))), str(directory)]
-            with (directory / "log").open("wb") as log:
-                workers[name] = subprocess.Popen(
-                    command, env=dict(environ), stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-                )
-            ending.callback(_end, workers[name])
-        directories = {name: pathlib.Path(tmp, str(i)) for i, name in enumerate(environs)}
-        deadline = time.monotonic() + timeout
-        while any(w.poll() is None and not (directories[name] / "ready").exists() for name, w in workers.items()):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.2)
-        for name, worker in workers.items():
-            step(f"measuring {name}")
-            started = (directories[name] / "ready").exists()
-            try:
-                worker.communicate(b"\n", timeout=timeout if started or worker.poll() is not None else 0)
-                code = worker.returncode
-                outcomes[name] = _outcome(f"killed by signal {-code}" if code < 0 else f"exit status {code}", directories[name])
-            except subprocess.TimeoutExpired:
-                outcomes[name] = _outcome(f"not {'done' if started else 'started'} in {timeout:g} s", directories[name])
-            _end(worker)  # what it leaves behind would hold the GPU's memory
-
-
-def _outcome(why: str, directory: pathlib.Path) -> dict[str, Any] | str:
-    out = directory / "result"
-    if why == "exit status 0" and out.is_file():
-        return json.loads(out.read_text())
-    lines = (directory / "log").read_text(errors="replace").splitlines()
-    cause = next((line for line in lines[:-LOG_TAIL] if _ERROR.search(line)), None)  # the end is often just who noticed
-    return "\n".join([f"worker failed: {why}", *([cause, "..."] if cause else []), *lines[-LOG_TAIL:]])
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Stop the worker and whatever it started: it leads its own process group."""
-    try:
-        os.killpg(process.pid, signal.SIGTERM if process.poll() is None else signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    try:
-        process.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -516,7 +450,7 @@ def work(spec: Spec, started: Callable[[], object]) -> dict[str, Any]:
         after = _profile(llm, functools.partial(generate, size, long), None)
         kernels = top_kernels(before, after, spec.output_len, spec.profile)
     for size in spec.batches:
-        measured[str(size)]["prompts"] = [_greedy(o.outputs[0]) for o in generate(size, long, logprobs=2)]
+        measured[str(size)]["prompts"] = [greedy_output(o.outputs[0]) for o in generate(size, long, logprobs=2)]
     return {"batches": measured, "state": _agreed(llm.collective_rpc("lldecode_state")), "kernels": kernels, "gpu": bench.gpu_name()}
 
 
@@ -573,7 +507,7 @@ def _agreed(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return dict(states[0])
 
 
-def _greedy(output: Any) -> dict[str, Any]:
+def greedy_output(output: Any) -> dict[str, Any]:
     """Tokens of one completion, the log-probability of each, and by how much it beat the runner-up."""
     tokens = [int(t) for t in output.token_ids]
     chosen, margins = [], []
@@ -611,15 +545,9 @@ def top_kernels(
 
 
 def main(argv: Sequence[str]) -> None:
-    spec, directory = argv[0], pathlib.Path(argv[1])
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # a parent that is killed must not leave the GPU occupied
-
-    def started() -> None:
-        (directory / "ready").touch()
-        sys.stdin.readline()
-
-    report = work(Spec(**json.loads(spec)), started)
-    (directory / "result").write_text(json.dumps(report) + "\n")
+    spec, directory = argv
+    started, report = workers.worker(directory)
+    report(work(Spec(**json.loads(spec)), started))
 
 
 if __name__ == "__main__":

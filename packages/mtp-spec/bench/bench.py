@@ -16,34 +16,28 @@ The exit status is 1 where a check fails; the CSV is then not written.
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
 import itertools
 import json
 import os
 import random
 import re
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lldecode import bench, registry
+from lldecode import bench, registry, workers
 from lldecode.ablate_vllm import (
-    _PR_SET_PDEATHSIG,
     BUSY,
-    LOG_TAIL,
     Noise,
     WorkerExtension,
-    _end,
-    _greedy,
     compare,
+    greedy_output,
+    memory_share,
     own_noise,
     spread,
     worker_environ,
@@ -334,7 +328,7 @@ def greedy(llm: Any, spec: Spec, prompts: Sequence[list[int]]) -> dict[str, Any]
     llm.reset_prefix_cache()
     params = SamplingParams(temperature=0, max_tokens=spec.tokens, ignore_eos=True, detokenize=False, logprobs=2)
     outputs = {n: llm.generate([{"prompt_token_ids": p} for p in prompts[:n]], params, use_tqdm=False) for n in spec.batches}
-    return {"batches": {str(n): {"prompts": [_greedy(o.outputs[0]) for o in outs]} for n, outs in outputs.items()}}
+    return {"batches": {str(n): {"prompts": [greedy_output(o.outputs[0]) for o in outs]} for n, outs in outputs.items()}}
 
 
 def acceptance(llm: Any, spec: Spec, prompts: Sequence[list[int]], vocabulary: int, topk: int) -> dict[str, Any]:
@@ -386,51 +380,23 @@ def work(spec: Spec, started: Callable[[], object], report: Callable[[dict[str, 
     report(out)
 
 
-def worker(text: str, directory: Path) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # a parent that is killed must not leave the GPU occupied
-
-    def started() -> None:
-        (directory / "ready").touch()
-        sys.stdin.readline()
-
-    def report(out: dict[str, Any]) -> None:
-        (directory / "part").write_text(json.dumps(out))
-        os.replace(directory / "part", directory / "result")
-
-    work(Spec(**json.loads(text)), started, report)
-
-
 def run(specs: Sequence[Spec], environs: Mapping[str, Mapping[str, str]], at_once: int, timeout: float) -> dict[str, dict[str, Any]]:
     """Run the workers, `at_once` of them starting together and one after the other measuring. By variant: what each reported."""
-    outcomes: dict[str, dict[str, Any]] = {}
-    for group in (specs[i : i + at_once] for i in range(0, len(specs), at_once)):
-        with tempfile.TemporaryDirectory(prefix="lldecode-mtp-spec-") as tmp, contextlib.ExitStack() as ending:
-            processes = {}
-            for spec in group:
-                directory = Path(tmp, spec.variant)
-                directory.mkdir()
-                command = [sys.executable, __file__, "--worker", json.dumps(dataclasses.asdict(spec)), str(directory)]
-                with (directory / "log").open("wb") as log:
-                    processes[directory] = subprocess.Popen(
-                        command, env=dict(environs[spec.variant]), stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
-                    )
-                ending.callback(_end, processes[directory])
-            begun = time.monotonic()
-            while any(p.poll() is None and not (d / "ready").exists() for d, p in processes.items()) and time.monotonic() < begun + timeout:
-                time.sleep(0.2)
-            print(f"{', '.join(d.name for d in processes)}: started in {time.monotonic() - begun:.0f} s", flush=True)
-            for directory, process in processes.items():
-                begun = time.monotonic()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.communicate(b"\n", timeout=timeout if (directory / "ready").exists() else 1)
-                code = process.poll()
-                _end(process)  # what it leaves behind would hold the GPU's memory
-                out = json.loads((directory / "result").read_text()) if (directory / "result").is_file() else {"cases": {}, "errors": {}}
-                if code != 0:
-                    tail = "\n".join((directory / "log").read_text(errors="replace").splitlines()[-LOG_TAIL:])
-                    out["errors"]["worker"] = f"{'not done in time' if code is None else f'exit status {code}'}\n{tail}"
-                outcomes[directory.name] = out
-                print(f"{directory.name}: measured in {time.monotonic() - begun:.0f} s", flush=True)
+    begun = time.monotonic()
+    found: dict[str, workers.Outcome] = {}
+    commands = {s.variant: ([sys.executable, __file__, "--worker", json.dumps(dataclasses.asdict(s))], environs[s.variant]) for s in specs}
+    for group in (list(commands)[i : i + at_once] for i in range(0, len(commands), at_once)):
+        workers.run(
+            {name: commands[name] for name in group},
+            lambda what: print(f"{time.monotonic() - begun:.0f} s: {what}", flush=True),
+            found,
+            timeout,
+        )
+    outcomes = {}
+    for name, outcome in found.items():
+        outcomes[name] = outcome.report or {"cases": {}, "errors": {}}
+        if outcome.failure:
+            outcomes[name]["errors"]["worker"] = outcome.failure
     return outcomes
 
 
@@ -515,7 +481,8 @@ def plan(a: argparse.Namespace) -> tuple[dict[str, Any], list[Spec], dict[str, d
         "max_num_seqs": largest,
         "max_num_batched_tokens": BATCHED,
         "kv_cache_memory_bytes": int(a.kv_gib * 2**30) if a.kv_gib else largest * length * cached * 656 * 11 // 10,
-        "gpu_memory_utilization": round(0.9 / a.at_once, 3),  # only what must be free at start: the cache's size is given
+        # only what must be free at start: the cache's size is given
+        "gpu_memory_utilization": memory_share(min(a.at_once, len(a.variants)), a.gpus or ()),
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
         "seed": 0,
@@ -586,6 +553,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2], Path(sys.argv[3]))
+        work(Spec(**json.loads(sys.argv[2])), *workers.worker(sys.argv[3]))
     else:
         main()

@@ -15,20 +15,17 @@ import functools
 import math
 import os
 import pathlib
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lldecode import bench
+from lldecode import bench, ranks, workers
 from lldecode.layer import GLM52
 from lldecode_mtp_spec.vllm_ranks import LOCAL_ARGMAX, PATCHES
 
@@ -36,31 +33,8 @@ RANKS = 2
 CALLS = 8
 """Calls a graph: what starting a replay on two devices at once cannot align is shared by them."""
 STOCK, OURS = "vllm-0.26.0", "lldecode"
-NO_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-    "VLLM_USE_NCCL_SYMM_MEM": "0",
-    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
-}
 
 get_top_tokens: Callable[[Any, Tensor], Tensor] = {p.attr: p.wrap for p in PATCHES}["DeepseekV32MTP.get_top_tokens"](None)
-
-
-@contextlib.contextmanager
-def world(rank: int, port: int, device: torch.device) -> Iterator[Any]:
-    """vLLM's tensor-parallel group of :data:`RANKS`."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
-
-    parallel_state.set_custom_all_reduce(False)  # nothing here is all-reduced
-    with set_current_vllm_config(VllmConfig()):
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        parallel_state.init_distributed_environment(RANKS, rank, f"tcp://127.0.0.1:{port}", rank, backend)
-        parallel_state.initialize_model_parallel(RANKS)
-        yield parallel_state.get_tp_group()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,15 +163,12 @@ def threshold(wins: Mapping[int, bool]) -> int:
 
 
 def run_rank(args: argparse.Namespace) -> None:
-    device = torch.device("cuda", args.rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        from torch._C._distributed_c10d import _SymmetricMemory
+    from vllm.distributed import parallel_state
 
-        torch.cuda.set_device(device)
-        if _SymmetricMemory.has_multicast_support(torch._C._autograd.DeviceType.CUDA, args.rank):
-            raise SystemExit("TORCH_SYMM_MEM_DISABLE_MULTICAST: expected 1 to have turned multicast off")
+    device = ranks.device(args.rank)
+    parallel_state.set_custom_all_reduce(False)  # nothing here is all-reduced
     rows: list[bench.Row] = []
-    with world(args.rank, args.port, device) as group, torch.inference_mode():
+    with ranks.tensor_parallel(args.rank, RANKS, args.rendezvous) as group, torch.inference_mode():
         for vocab in args.vocab:
             wrong = [
                 line
@@ -234,35 +205,19 @@ def run_rank(args: argparse.Namespace) -> None:
         os._exit(0)  # without a teardown of the communicators, which could wait for the other rank
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def start(argv: Sequence[str], timeout: float) -> int:
     """Both ranks, killed together where one fails or the time is over.
 
     Returns:
         0; 1 where a rank failed; 124 after `timeout` seconds.
     """
-    environ = os.environ | NO_MULTICAST
+    command = [sys.executable, __file__, *argv, "--rendezvous", ranks.rendezvous(), "--rank"]
     with tempfile.TemporaryFile("w+") as log:
-        command = [sys.executable, __file__, *argv, "--port", str(free_port()), "--rank"]
-        outs = (None, log)  # the first rank's is ours
-        ranks = [
-            subprocess.Popen([*command, str(i)], env=environ, stdout=out, stderr=out, start_new_session=True) for i, out in enumerate(outs)
-        ]
-        end = time.monotonic() + timeout
-        try:
-            while any(r.poll() is None for r in ranks) and not any(r.returncode for r in ranks) and time.monotonic() < end:
-                time.sleep(0.1)
-            codes = [r.poll() for r in ranks]
-        finally:
-            for r in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(r.pid, signal.SIGKILL)
-                r.wait()
+        with workers.killed_at_end() as processes:
+            for i, out in enumerate((None, log)):  # the first rank's is ours
+                environ = os.environ | ranks.NO_MULTICAST
+                processes.append(subprocess.Popen([*command, str(i)], env=environ, stdout=out, stderr=out, start_new_session=True))
+            codes = workers.wait(processes, timeout)
         if codes == [0, 0]:
             return 0
         log.seek(0)
@@ -283,7 +238,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).parent / "results")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which both ranks are killed (default 300)")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rendezvous", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:
         run_rank(args)

@@ -18,6 +18,7 @@ import torch
 
 from lldecode.engine import Engine
 from lldecode.feature import Feature, declined
+from lldecode.ranks import tensor_parallel
 from lldecode_mtp_spec.vllm_ranks import LOCAL_ARGMAX, PATCHES
 
 HIDDEN = 64
@@ -33,16 +34,13 @@ class OnGpu(torch.Tensor):
 
 @contextlib.contextmanager
 def world(rank: int, rendezvous: str) -> Iterator[None]:
-    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.platforms import current_platform
 
     base = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
     type(current_platform).get_device_communicator_cls = classmethod(lambda cls: base)
     type(current_platform).use_custom_op_collectives = classmethod(lambda cls: False)
-    with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(2, rank, rendezvous, rank, "gloo")
-        parallel_state.initialize_model_parallel(2)
+    with tensor_parallel(rank, 2, rendezvous):
         yield
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()

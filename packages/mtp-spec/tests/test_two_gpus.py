@@ -1,20 +1,16 @@
 """Two tensor-parallel ranks of the real vLLM 0.26.0 over NCCL: the fused all-reduce + norm around its limits, and the draft's argmax.
 
-NVLink multicast stays off: FlashInfer's ``mnnvl`` workspace, which vLLM prefers, needs it, so the ranks take the ``trtllm`` one,
-whose memory is torch's symmetric memory without multicast. Run as a script with a rank, this file is one of the two processes.
+NVLink multicast stays off: the ranks take FlashInfer's ``trtllm`` workspace, whose memory is torch's symmetric memory without it.
+Run as a script with a rank, this file is one of the two processes.
 """
 
-import contextlib
 import faulthandler
 import importlib.util
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lldecode import ranks as tp
+from lldecode import workers
 from lldecode.engine import Engine
 from lldecode.feature import Feature, declined
 from lldecode_mtp_spec.vllm_ranks import PATCHES
@@ -32,15 +30,6 @@ SMALL = 64
 """Tokens of the workspace that another layer is supposed to have asked for first."""
 LIMIT_S = 240.0
 """After this long both ranks are killed; FlashInfer's kernels are compiled in it where they were not before."""
-NO_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-    "VLLM_USE_NCCL_SYMM_MEM": "0",
-    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
-}
 
 missing = [name for name in ("vllm", "flashinfer") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -54,25 +43,14 @@ pytestmark = [
 
 def start(folder: Path, script: str = __file__) -> list[dict[str, Any]]:
     """What each rank reports; AssertionError with the end of both logs where one fails or the time is over, after both are killed."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("LLDECODE_")} | NO_MULTICAST
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    logs, ranks = [folder / f"log{i}" for i in range(RANKS)], []
-    end = time.monotonic() + LIMIT_S
-    try:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("LLDECODE_")} | tp.NO_MULTICAST
+    logs, rendezvous = [folder / f"log{i}" for i in range(RANKS)], tp.rendezvous()
+    with workers.killed_at_end() as processes:
         for i, log in enumerate(logs):
             with log.open("wb") as out:
-                command = [sys.executable, script, str(i), port, str(folder / f"out{i}")]
-                ranks.append(subprocess.Popen(command, env=environ, stdout=out, stderr=subprocess.STDOUT, start_new_session=True))
-        while any(r.poll() is None for r in ranks) and not any(r.returncode for r in ranks) and time.monotonic() < end:
-            time.sleep(0.1)
-        codes = [r.poll() for r in ranks]
-    finally:
-        for r in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(r.pid, signal.SIGKILL)
-            r.wait()
+                command = [sys.executable, script, str(i), rendezvous, str(folder / f"out{i}")]
+                processes.append(subprocess.Popen(command, env=environ, stdout=out, stderr=subprocess.STDOUT, start_new_session=True))
+        codes = workers.wait(processes, LIMIT_S)
     tails = "\n".join(f"rank {i}:\n{log.read_text(errors='replace')[-4000:]}" for i, log in enumerate(logs))
     assert codes == [0] * RANKS, f"exit status (None: hung, killed after {LIMIT_S:.0f} s): {codes}\n{tails}"
     return [json.loads((folder / f"out{i}").read_text()) for i in range(RANKS)]
@@ -165,18 +143,6 @@ class Rank:
                 torch.testing.assert_close(a.as_subclass(Tensor), b, rtol=0.02, atol=0.04)
             except AssertionError as e:
                 self.out["wrong"].append(f"{what}, {name}: {e}")
-
-
-@contextlib.contextmanager
-def world(rank: int, port: str, device: torch.device) -> Iterator[Any]:
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
-
-    with set_current_vllm_config(VllmConfig()):
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        parallel_state.init_distributed_environment(RANKS, rank, f"tcp://127.0.0.1:{port}", rank, backend)
-        parallel_state.initialize_model_parallel(RANKS)
-        yield parallel_state.get_tp_group()
 
 
 def sweep(r: Rank, name: str, sizes: list[int]) -> None:
@@ -299,18 +265,13 @@ def observe(r: Rank, engine: Engine, group: Any) -> None:
     draft_layer(r, "off")
 
 
-def main(rank: int, port: str, out: str) -> None:
+def main(rank: int, rendezvous: str, out: str) -> None:
     faulthandler.dump_traceback_later(LIMIT_S - 10, exit=True)
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        from torch._C._distributed_c10d import _SymmetricMemory
-
-        torch.cuda.set_device(device)
-        assert not _SymmetricMemory.has_multicast_support(torch._C._autograd.DeviceType.CUDA, rank), "multicast: expected it to be off"
+    device = tp.device(rank)
     engine = Engine([Feature("ranks", "test", PATCHES)])
     engine.reconcile(["ranks"])
     r = Rank(rank, device)
-    with world(rank, port, device) as group, torch.inference_mode():
+    with tp.tensor_parallel(rank, RANKS, rendezvous) as group, torch.inference_mode():
         observe(r, engine, group)
         torch.distributed.barrier(group=group.cpu_group)
     Path(out).write_text(json.dumps(r.out))

@@ -74,13 +74,7 @@ FEATURE = Feature(
     default="off",  # in vLLM's engine no faster at one and four tokens
     patches=(
         Patch(f"{_GATE}.forward", _forward, "routes small batches to the kernel", _REMOVE, frozenset({"b10ceeee4a15f0d7"})),
-        Patch(
-            f"{_GATE}.__init__",
-            _warm_up.init,
-            "has vLLM warm the kernel up",
-            _REMOVE,
-            frozenset({"bc9217c6b363ad75"}),
-        ),
+        Patch(f"{_GATE}.__init__", _warm_up.init, "has vLLM warm the kernel up", _REMOVE, frozenset({"bc9217c6b363ad75"})),
         Patch("lldecode.layer:router_gemm", _router_gemm, "the same call in the embedded layer", "with the feature"),
     ),
 )
