@@ -16,7 +16,7 @@ KERNELS = {
     "ll-bf16-router": r"cutlass_kernel_(SplitK|Dotprod)k\d",
     "skinny-gemm": r"cutlass_kernel_Configk\d",
     "fused-query": r"cutlass_kernel.*_FusedQuery",
-    "pdl": r"^fused_norm_rope_kernel$",
+    "pdl": r"^(fused_norm_rope|convert_req_index)_kernel$",
 }
 """What a feature's kernel is called in a profile: CuTe names it by the config's class and fields."""
 
@@ -25,7 +25,7 @@ OPTIMIZED = {
     "model_class_overrides": {"GlmMoeDsaForCausalLM": "vllm.models.deepseek_v32:DeepseekV32ForCausalLM"},
 }
 CLASSES = {
-    "generic": ({"ll-bf16-router", "skinny-gemm"}, {}, {}),
+    "generic": ({"ll-bf16-router", "skinny-gemm", "pdl"}, {}, {}),
     "deepseek_v32": (set(KERNELS), OPTIMIZED, {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}),
 }
 """The features whose kernels a model class runs, what chooses it, and its environment."""

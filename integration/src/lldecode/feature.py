@@ -100,8 +100,8 @@ class Patch:
 
     @property
     def host(self) -> str:
-        """Top-level package that the target belongs to: ``vllm``, or ``lldecode`` for the embedded layer."""
-        return self.target.split(".")[0].split(":")[0]
+        """Where the patch applies: ``lldecode``, the embedded layer, for targets in lldecode; ``vllm`` for all others."""
+        return "lldecode" if re.match(r"lldecode\b", self.target) else "vllm"
 
 
 def _runs_everywhere(_: Context) -> str | None:
@@ -115,9 +115,9 @@ class Feature:
     Attributes:
         name: kebab-case; also the entry point's name and, upper-cased, the flag ``LLDECODE_<NAME>``.
         summary: one line.
-        patches: see :class:`Patch`. Patches on ``vllm...`` apply in vLLM; those on ``lldecode.layer`` in ``lldecode ablate``.
+        patches: see :class:`Patch`. Those on ``lldecode.layer`` apply in ``lldecode ablate``, all others in vLLM.
         probe: given a :class:`Context`, why this feature cannot run here, or None.
-        vllm: the vLLM versions that the ``vllm...`` patches were written against, a PEP 440 specifier set.
+        vllm: the vLLM versions that the patches were written against, a PEP 440 specifier set.
         default: flag value where the user sets none.
         superseded_by: the upstream version and change that replaces this feature, for the feature table.
     """

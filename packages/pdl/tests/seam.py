@@ -4,6 +4,7 @@ For ``lldecode.testing_vllm.run_vllm``; vLLM's own kernels run in Triton's inter
 """
 
 import json
+import operator
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ def at_load(engine: Engine) -> None:
 
 def held(target: str) -> Any:
     module, name = target.split(":")
-    return vars(sys.modules[module])[name]
+    return operator.attrgetter(name)(sys.modules[module])
 
 
 def poisoned_empty_like(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -102,9 +103,19 @@ def converted(target: str) -> list[torch.Tensor]:
     return list(held(target)(*args, indices, BLOCK_SIZE=64, NUM_TOPK_TOKENS=128, return_valid_counts=True))
 
 
+def inductor_config(**user: object) -> dict[str, object]:
+    from vllm.compilation.compiler_interface import set_inductor_config
+    from vllm.config.utils import Range
+
+    set_inductor_config(user, Range(1, 8))
+    return user
+
+
 def main() -> None:
     engine = Engine([FEATURE])
     at_load(engine)
+    import torch._inductor.codegen.triton
+    import vllm.compilation.compiler_interface
     import vllm.models.deepseek_v32.nvidia.attention
     import vllm.models.deepseek_v32.nvidia.mtp
     import vllm.v1.attention.backends.mla.flashattn_mla_sparse
@@ -119,6 +130,7 @@ def main() -> None:
         "replaced": all(f.__wrapped__ is not f for f in on.values()),
         "rows": query_rows([3, -1, 70]),
         "profile": query_rows(None),
+        "inductor": [inductor_config(), inductor_config(**{"triton.enable_pdl": False})],
     }
     ours = eh_input(), {t: converted(t) for t in conversions}
     out["declined"] = declined()
@@ -127,9 +139,10 @@ def main() -> None:
     import vllm.models.deepseek_v32.nvidia.kernels as kernels
     import vllm.v1.attention.backends.mla.sparse_utils as utils
 
-    originals = {t: getattr(utils if t in conversions else kernels, t.split(":")[1]) for t in TARGETS}
+    originals = {t: getattr(utils if t in conversions else kernels, t.split(":")[1], on[t].__wrapped__) for t in TARGETS}
     out["off"] = {
         "identical": all(held(t) is originals[t] is on[t].__wrapped__ for t in TARGETS),
+        "inductor": inductor_config(),
         "rows": query_rows([3, -1, 70]),
         "profile": query_rows(None),
     }

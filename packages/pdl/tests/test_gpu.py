@@ -1,6 +1,9 @@
 """On a GPU: the kernels against the reference, and that programmatic dependent launch changes no bit."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -334,3 +337,58 @@ def test_refused_before_anything_is_launched(norm_rope_args: Callable) -> None:
     args = norm_rope_args([3, -1, 70], device="cuda")
     with pytest.raises(ValueError, match="positions: expected device cuda:0, got cpu"):
         run(args | {"positions": args["positions"].cpu()}, True)
+
+
+INDUCTOR = """
+import re, sys
+import torch
+from torch._inductor.codegen.triton import TritonKernel
+from torch._inductor.utils import run_and_get_code
+
+import lldecode_pdl.op
+from lldecode_pdl.vllm import FEATURE
+
+for p in FEATURE.patches:
+    if p.module == TritonKernel.__module__:
+        name = p.attr.split(".")[1]
+        setattr(TritonKernel, name, p.wrap(getattr(TritonKernel, name)))
+
+def step(x, weight, positions):
+    for _ in range(4):
+        y = x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6).to(x.dtype)
+        rows = torch.ops.lldecode.pdl_fused_eh_norm(positions, y, y, weight, weight, 1e-6, True)
+        x = (y + rows[:, : x.shape[1]] - y.softmax(-1)).contiguous()
+    return x
+
+torch.manual_seed(0)
+torch.set_default_device("cuda")
+x, weight, positions = torch.randn(4, 4096).bfloat16(), torch.ones(4096).bfloat16(), torch.arange(4)
+with torch._inductor.config.patch({"triton.enable_pdl": True, "force_disable_caches": True, "deterministic": True}):
+    compiled = torch.compile(step, fullgraph=True)
+    results, (code,) = run_and_get_code(compiled, x, weight, positions)
+kernels = re.findall(r"^def triton_.*?^'''", code, re.M | re.S)
+assert len(kernels) >= 2 and code.count("'launch_pdl': True") >= 2
+for kernel in kernels:
+    assert kernel.index("gdc_launch_dependents()") < kernel.index("gdc_wait()") < kernel.index("tl.program_id("), kernel
+    assert kernel.count("gdc_") == 2, kernel
+results = [results]
+if sys.argv[2] == "graph":
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compiled(x, weight, positions)
+    for _ in range(20):
+        out.fill_(torch.nan)
+        graph.replay()
+        results.append(out.clone())
+torch.save([r.cpu() for r in results], sys.argv[1])
+"""
+
+
+def test_kernels_that_inductor_generates_wait_first(tmp_path: Path) -> None:
+    """The same bits launched one by one as replayed, with a kernel between them that lets its dependents start before it waits."""
+    for name, blocking in (("serial", "1"), ("graph", "0")):
+        command = [sys.executable, "-c", INDUCTOR, str(tmp_path / name), name]
+        subprocess.run(command, env=os.environ | {"CUDA_LAUNCH_BLOCKING": blocking}, check=True)
+    (expected,), replays = (torch.load(tmp_path / name) for name in ("serial", "graph"))
+    assert not expected.isnan().any() and len(replays) == 21
+    assert [torch.equal(r, expected) for r in replays] == [True] * 21

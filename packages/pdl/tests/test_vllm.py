@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +54,23 @@ def test_attention_layer_gets_every_query_row(seam: dict[str, Any]) -> None:
 @pytest.mark.vllm
 def test_mtp_layer_and_backends_compute_the_same(seam: dict[str, Any]) -> None:
     assert seam["eh_norm_error"] < 1e-5 and seam["conversion_equal"]
+
+
+@pytest.mark.vllm
+def test_compiled_models_launch_with_pdl_unless_the_user_says_otherwise(seam: dict[str, Any]) -> None:
+    assert seam["on"]["inductor"] == [{"triton.enable_pdl": True}, {"triton.enable_pdl": False}] and seam["off"]["inductor"] == {}
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_generated_kernel_begins_with_the_launch_and_the_wait(on: bool) -> None:
+    from torch._inductor.codegen.triton import TritonKernel
+
+    start, wait, other = TritonKernel.GDC_LAUNCH, TritonKernel.GDC_WAIT, object()
+    pdl = [f"  {wait}", f"  {start}"] if on else []
+    code = SimpleNamespace(_lines=["  a", *pdl[:1], "  load", other, *pdl, "  load", *pdl[1:], "  store"])
+    kernel = SimpleNamespace(GDC_LAUNCH=start, GDC_WAIT=wait, _enable_pdl_codegen=lambda: on)
+    wraps["torch._inductor.codegen.triton:TritonKernel._filter_pdl"](TritonKernel._filter_pdl)(kernel, code)
+    assert code._lines == [*([start, wait] if on else []), "  a", "  load", other, "  load", "  store"]
 
 
 class Original:

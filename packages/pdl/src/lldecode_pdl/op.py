@@ -129,9 +129,8 @@ def _define(function: Callable[..., Any], supports: Callable[..., str | None], m
     def cuda(*args: Any) -> Any:
         from lldecode_pdl import kernel
 
-        device = next(x for x in args if isinstance(x, Tensor)).device
-        with torch.cuda.device(device):
-            return getattr(kernel, name)(*checked(args), args[-1] and torch.cuda.get_device_capability(device) >= (9, 0))
+        with torch.cuda.device(next(x for x in args if isinstance(x, Tensor)).device):
+            return getattr(kernel, name)(*checked(args), args[-1] and torch.cuda.get_device_capability() >= (9, 0))
 
     schema = torch.library.infer_schema(function, mutates_args=mutates).replace(") ->", ", bool pdl) ->")
     op = torch.library.custom_op(

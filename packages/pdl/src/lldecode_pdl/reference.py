@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm
 
 FP8 = torch.float8_e4m3fn
 MLA_TILE = 128
@@ -71,12 +72,11 @@ def fused_norm_rope(
     """
     # fmt: on
     q_out.copy_(rms_norm(q_c, q_weight, q_eps))
-    tokens = len(q_c)
     if index_k is not None and topk_indices is not None:
-        topk_indices[:tokens] = -1
+        topk_indices[: len(q_c)] = -1
     if slot_mapping is None or mla_kv_cache is None:
         return
-    slot_mapping = slot_mapping[:tokens]
+    slot_mapping = slot_mapping[: len(q_c)]
 
     rows, slots = _valid(slot_mapping, mla_kv_cache)
     latent = rms_norm(kv_c[rows], kv_weight, kv_eps)
@@ -85,8 +85,7 @@ def fused_norm_rope(
     if mla_kv_cache_dtype == "fp8_ds_mla":
         tiles = latent.unflatten(-1, (-1, MLA_TILE))
         scale = (amax(tiles) * (1.0 / 448.0)).clamp(min=torch.finfo(torch.float32).tiny)
-        parts = [to_fp8(tiles, scale).flatten(1), scale.flatten(1).view(torch.uint8), rope.bfloat16().view(torch.uint8)]
-        entry = torch.cat(parts, -1)
+        entry = torch.cat([to_fp8(tiles, scale).flatten(1), scale.flatten(1).view(torch.uint8), rope.bfloat16().view(torch.uint8)], -1)
     else:
         assert mla_k_scale is not None
         entry = to_fp8(torch.cat([latent, rope], -1), mla_k_scale)
@@ -95,8 +94,7 @@ def fused_norm_rope(
     if index_k is not None and indexer_k_cache is not None:
         assert index_k_weight is not None and index_k_bias is not None and index_cos_sin_cache is not None
         rows, slots = _valid(slot_mapping, indexer_k_cache)
-        affine = index_k_weight.float(), index_k_bias.float()
-        k = torch.nn.functional.layer_norm(index_k[rows].float(), index_k.shape[1:], *affine, index_k_eps)
+        k = layer_norm(index_k[rows].float(), index_k.shape[1:], index_k_weight.float(), index_k_bias.float(), index_k_eps)
         k = rotate(k, index_cos_sin_cache[positions[rows]], index_rope_interleave)
         scale = ue8m0_scale(amax(k))
         (_, size, width), cache = indexer_k_cache.shape, indexer_k_cache.view(torch.uint8).flatten(1)

@@ -1,4 +1,7 @@
-"""Seams in vLLM 0.26.0: the names under which importing modules hold ``fused_norm_rope``, ``fused_eh_norm`` and the index conversion."""
+"""Seams in vLLM 0.26.0: the names under which importing modules hold ``fused_norm_rope``, ``fused_eh_norm`` and the index conversion.
+
+Where vLLM compiles a model, the kernels that Inductor generates launch as programmatic dependents, too (``triton.enable_pdl``).
+"""
 
 import functools
 from collections.abc import Callable
@@ -30,8 +33,7 @@ def _norm_rope(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             indexer, keywords["indexer_k_cache"] = (None, None, None, 0.0, None, None), None
         elif len(args) != 15 or args[9] is None:
             reason = "index_k: expected a tensor and 15 arguments by position"
-        q_out = kwargs.get("q_c_out")
-        q_out = torch.empty_like(args[1], memory_format=torch.contiguous_format) if q_out is None else q_out
+        q_out = torch.empty_like(args[1], memory_format=torch.contiguous_format) if (out := kwargs.get("q_c_out")) is None else out
         call = (q_out, *kv, *indexer, *keywords.values())
         if reason := reason or op.supports_norm_rope(*call):
             decline(NAME, reason)
@@ -58,8 +60,7 @@ def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
     def triton_convert_req_index_to_global_index(
         req_id: Tensor, block_table: Tensor, token_indices: Tensor, BLOCK_SIZE: int = 64, NUM_TOPK_TOKENS: int = 2048, **rest: Any
     ) -> Any:
-        names = ("prefill_workspace_request_ids", "prefill_workspace_starts")
-        workspace = [rest.get(name) if rest.get("HAS_PREFILL_WORKSPACE") else None for name in names]
+        workspace = [rest.get(f"prefill_workspace_{n}") if rest.get("HAS_PREFILL_WORKSPACE") else None for n in ("request_ids", "starts")]
         counts = req_id.new_empty(len(req_id)) if rest.get("return_valid_counts") else None
         args: tuple[Any, ...] = (req_id, block_table, token_indices, BLOCK_SIZE, *workspace, counts)
         if reason := op.supports_convert(*args):
@@ -71,9 +72,34 @@ def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
     return triton_convert_req_index_to_global_index
 
 
+def _inductor_config(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def set_inductor_config(config: dict[str, Any], *args: Any) -> None:
+        original(config, *args)
+        config.setdefault("triton.enable_pdl", True)
+
+    return set_inductor_config
+
+
+def _inductor_body(original: Callable[..., None]) -> Callable[..., None]:
+    """A generated kernel lets its dependents start and waits, whatever it reads, before anything else.
+
+    PyTorch 2.11 lets them start after the last load, too late for the next GEMM to load its weights meanwhile. It waits only before reads
+    of what the kernel just before wrote, on the premise that this one had waited before it let go; none that goes by the above does.
+    """
+
+    @functools.wraps(original)
+    def _filter_pdl(self: Any, code: Any) -> None:
+        start = [self.GDC_LAUNCH, self.GDC_WAIT] if self._enable_pdl_codegen() else []
+        code._lines = start + [line for line in code._lines if not (isinstance(line, str) and line.strip() in start)]
+
+    return _filter_pdl
+
+
 _DSA = "vllm.models.deepseek_v32.nvidia"
 _BACKENDS = "vllm.v1.attention.backends.mla"
 _NEVER = "vLLM launches this kernel with PDL (0.33.0 does not)"
+_INDUCTOR = "vLLM compiles with triton.enable_pdl, and Inductor's kernels wait whatever ran before"
 
 
 def _patch(target: str, wrap: Callable[[Any], Any], remove_when: str, *expects: str) -> Patch:
@@ -83,7 +109,7 @@ def _patch(target: str, wrap: Callable[[Any], Any], remove_when: str, *expects: 
 
 FEATURE = Feature(
     name=NAME,
-    summary="Programmatic dependent launch of the decode chain: norm + RoPE + cache write, MTP input norm, top-k index conversion",
+    summary="Programmatic dependent launch: norm + RoPE + cache write, MTP input norm, top-k index conversion, what Inductor generates",
     probe=probe,
     default="off",  # vLLM's default class on the GPUs that it has run on has not been measured with it
     superseded_by="in part: vLLM 0.28.0 (PDL of fused_norm_rope), 0.29.0 (q norm of padded rows)",
@@ -94,6 +120,8 @@ FEATURE = Feature(
             _patch(f"{_BACKENDS}.{module}:triton_convert_req_index_to_global_index", _convert, _NEVER, "691cce89be0b63bc")
             for module in ("flashinfer_mla_sparse", "flashinfer_mla_sparse_sm120", "flashmla_sparse", "flashattn_mla_sparse")
         ),
+        _patch("vllm.compilation.compiler_interface:set_inductor_config", _inductor_config, _INDUCTOR, "4a8224c83f546108"),
+        _patch("torch._inductor.codegen.triton:TritonKernel._filter_pdl", _inductor_body, _INDUCTOR, "e6155db14425e19c"),
         _patch("lldecode.layer:fused_norm_rope", _norm_rope, "with the feature"),
         _patch("lldecode.layer:triton_convert_req_index_to_global_index", _convert, "with the feature"),
     ),
