@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import sys
 
@@ -60,6 +61,20 @@ def test_apply_and_revert_restores_the_identical_object(host, feature):
     engine.reconcile([])
     after = (a.f, vars(a.C)["m"], vars(a.C)["s"], a.LIMIT)
     assert all(x is y for x, y in zip(before, after, strict=True))
+
+
+def test_a_target_of_another_package_applies_where_the_patch_says(host, feature):
+    host.write("a", MODULE)
+    a = host.load("a")
+    here = host.patch("a:f", tag("x"))
+    assert here.host == host.name
+    features = [feature("x", dataclasses.replace(here, host="vllm"))]
+    for name, applied in ((host.name, False), ("vllm", True)):
+        engine, before = Engine(features, name), a.f
+        engine.reconcile(["x"])
+        assert (a.f is not before) == applied
+        engine.reconcile([])
+        assert a.f is before
 
 
 def test_absent_attribute_is_added_and_deleted(host, feature):

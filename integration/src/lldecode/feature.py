@@ -73,6 +73,7 @@ class Patch:
         expects: accepted source hashes of the original (``lldecode doctor --json`` has them), or :data:`ABSENT`.
             May be empty only for targets inside lldecode itself.
         order: wrappers that share a target are folded by ascending (order, feature name).
+        host: where it applies, ``vllm``, or ``lldecode`` for the embedded layer; by default the target's top-level package.
     """
 
     target: str
@@ -81,10 +82,12 @@ class Patch:
     remove_when: str
     expects: frozenset[str] = frozenset()
     order: int = 0
+    host: str = ""
 
     def __post_init__(self) -> None:
         if not _TARGET.fullmatch(self.target):
             raise ValueError(f'target: expected "module:name" or "module:Class.attr", got {self.target!r}')
+        object.__setattr__(self, "host", self.host or self.module.split(".")[0])
         if not self.expects and self.host != "lldecode":
             raise ValueError(f"expects: expected at least one source hash of {self.target}, got none")
         if bad := [h for h in self.expects if h != ABSENT and not _SHA.fullmatch(h)]:
@@ -98,11 +101,6 @@ class Patch:
     def attr(self) -> str:
         return self.target.split(":")[1]
 
-    @property
-    def host(self) -> str:
-        """Where the patch applies: ``lldecode``, the embedded layer, for targets in lldecode; ``vllm`` for all others."""
-        return "lldecode" if re.match(r"lldecode\b", self.target) else "vllm"
-
 
 def _runs_everywhere(_: Context) -> str | None:
     return None
@@ -115,9 +113,9 @@ class Feature:
     Attributes:
         name: kebab-case; also the entry point's name and, upper-cased, the flag ``LLDECODE_<NAME>``.
         summary: one line.
-        patches: see :class:`Patch`. Those on ``lldecode.layer`` apply in ``lldecode ablate``, all others in vLLM.
+        patches: see :class:`Patch`. Patches on ``vllm...`` apply in vLLM; those on ``lldecode.layer`` in ``lldecode ablate``.
         probe: given a :class:`Context`, why this feature cannot run here, or None.
-        vllm: the vLLM versions that the patches were written against, a PEP 440 specifier set.
+        vllm: the vLLM versions that the ``vllm...`` patches were written against, a PEP 440 specifier set.
         default: flag value where the user sets none.
         superseded_by: the upstream version and change that replaces this feature, for the feature table.
     """

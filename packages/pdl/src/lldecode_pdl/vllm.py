@@ -102,9 +102,9 @@ _NEVER = "vLLM launches this kernel with PDL (0.33.0 does not)"
 _INDUCTOR = "vLLM compiles with triton.enable_pdl, and Inductor's kernels wait whatever ran before"
 
 
-def _patch(target: str, wrap: Callable[[Any], Any], remove_when: str, *expects: str) -> Patch:
+def _patch(target: str, wrap: Callable[[Any], Any], remove_when: str, *expects: str, host: str = "") -> Patch:
     # Innermost: these replace a kernel, and what other features wrap around the call must stay around it.
-    return Patch(target, wrap, "launches as a programmatic dependent", remove_when, frozenset(expects), order=-1)
+    return Patch(target, wrap, "launches as a programmatic dependent", remove_when, frozenset(expects), -1, host)
 
 
 FEATURE = Feature(
@@ -121,7 +121,7 @@ FEATURE = Feature(
             for module in ("flashinfer_mla_sparse", "flashinfer_mla_sparse_sm120", "flashmla_sparse", "flashattn_mla_sparse")
         ),
         _patch("vllm.compilation.compiler_interface:set_inductor_config", _inductor_config, _INDUCTOR, "4a8224c83f546108"),
-        _patch("torch._inductor.codegen.triton:TritonKernel._filter_pdl", _inductor_body, _INDUCTOR, "e6155db14425e19c"),
+        _patch("torch._inductor.codegen.triton:TritonKernel._filter_pdl", _inductor_body, _INDUCTOR, "e6155db14425e19c", host="vllm"),
         _patch("lldecode.layer:fused_norm_rope", _norm_rope, "with the feature"),
         _patch("lldecode.layer:triton_convert_req_index_to_global_index", _convert, "with the feature"),
     ),
