@@ -425,7 +425,7 @@ import json, os, pathlib, sys, time
 spec, out = json.loads(sys.argv[1]), pathlib.Path(sys.argv[2])
 on = sorted(k[9:].lower() for k, v in os.environ.items() if k.startswith("LLDECODE_") and v == "on")
 assert sorted([*on, *filter(None, os.environ["LLDECODE_OFF"].split(","))]) == ["absent", "crash", "far", "near", "refused", "stuck"]
-assert "LLDECODE_FEATURES" not in os.environ
+assert "LLDECODE_FEATURES" not in os.environ and spec["noise"] == (not on)
 print("loading", spec["llm"]["model"])
 if "crash" in on:
     raise SystemExit("CUDA error: misaligned address")
@@ -487,6 +487,7 @@ def test_vllm_compares_tokens_and_excuses_only_noise(engine, capsys, monkeypatch
         ("near", "measured", "", {"M > 32": 3}),
         ("refused", "skipped", "capability: got 8.0", {}),
     ]
+    assert report["parameters"]["noise"] == {"margin": pytest.approx(0.01), "typical": pytest.approx(0.01)}
     assert report["kernels"] == {c: [{"kernel": "gemm", "launches": 2.0, "us": 3.5}] for c in ("none", "near")}
     assert run(*VLLM, "--features", "near", "--profile") == 0
     assert "gemm" in capsys.readouterr().out
@@ -507,12 +508,24 @@ def test_vllm_reports_each_failure_and_runs_the_rest(engine, capsys):
     notes = {r["combo"]: r for r in report["results"] if r["batch"] == 1}
     assert notes["none"]["ok"] and notes["none"]["us_p50"]
     assert notes["crash"]["note"] == "worker failed: exit status 1\nloading some/model\nCUDA error: misaligned address"
-    assert notes["far"]["note"] == "prompt 0 differs at token 3, stock's margin 1" and notes["far"]["us_p50"] is None
+    assert notes["far"]["note"] == "prompt 0 differs at token 3, stock's margin 1"
     assert notes["stuck"]["note"] == "applied: expected ['stuck'], got []"
     assert notes["absent"]["note"] == "lldecode's plugin did not run in the engine's process"
     assert [r["ok"] for r in notes.values()] == [c == "none" for c in notes]
     with (engine / "v.csv").open() as f:
-        assert len(list(csv.DictReader(f))) == len(report["results"])
+        rows = {r["combo"]: r for r in csv.DictReader(f) if r["batch"] == "1"}
+    for r in (notes["far"], rows["far"]):  # timed, though its tokens are other ones
+        assert (float(r["us_p50"]), float(r["speedup"])) == (80.0, pytest.approx(105 / 80, rel=1e-4)) and str(r["ok"]) == "False"
+    assert {c for c, r in notes.items() if r["us_p50"]} == {"none", "far"} and rows.keys() == notes.keys()
+
+
+def test_vllm_shows_but_does_not_draw_the_time_of_a_failed_check(engine, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(bench, "bars", lambda cases, groups, *_, **__: drawn.extend((g, c) for g, cs in groups.items() for c in cs))
+    assert run(*VLLM, "--features", "far", "--plot", str(engine / "v.png")) == 1
+    assert drawn == [("none", "batch 1"), ("none", "batch 2")]
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if " far " in line and "80.0" in line)
+    assert "1.312x" in row and "NO" in row
 
 
 def test_vllm_runs_only_what_is_asked_for_and_none(engine, capsys):
@@ -657,7 +670,7 @@ class FakeEngine:
 def fake_vllm(monkeypatch):
     """A ``vllm`` whose LLM holds a :class:`FakeEngine`."""
     clock = [0.0]
-    made = types.SimpleNamespace(kwargs=None, calls=[], engine=FakeEngine(clock))
+    made = types.SimpleNamespace(kwargs=None, calls=[], generated=[], engine=FakeEngine(clock))
     made.states = lambda: [ablate_vllm.WorkerExtension().lldecode_state()]
 
     class LLM:
@@ -668,6 +681,7 @@ def fake_vllm(monkeypatch):
         def generate(self, prompts, params, use_tqdm):
             assert not made.engine.running
             assert params.temperature == 0 and params.min_tokens == params.max_tokens and params.ignore_eos
+            made.generated.append(prompts)
             tokens = list(range(params.max_tokens))
             found = [{t: types.SimpleNamespace(logprob=-0.5), 99: types.SimpleNamespace(logprob=-2.0)} for t in tokens]
             output = types.SimpleNamespace(token_ids=tokens, logprobs=found if params.logprobs else None)
@@ -691,7 +705,8 @@ def fake_vllm(monkeypatch):
 
 
 def work(tmp_path, monkeypatch, **changed):
-    spec = dict(batches=[1, 3], input_len=5, output_len=4, rounds=2, profile=0, trace=None, llm={"model": "m", "max_num_seqs": 3})
+    llm = {"model": "m", "max_num_seqs": 3}
+    spec = dict(batches=[1, 3], input_len=5, output_len=4, rounds=2, profile=0, trace=None, llm=llm, noise=False)
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     ablate_vllm.main([json.dumps(spec | changed), str(tmp_path)])
     assert (tmp_path / "ready").exists() and sys.stdin.read() == ""
@@ -708,6 +723,29 @@ def test_worker_times_a_token_where_all_requests_decode(fake_vllm, tmp_path, mon
     prompt = report["batches"]["1"]["prompts"][0]
     assert prompt["tokens"] == list(range(20)) and set(prompt["logprobs"]) == {-0.5} and set(prompt["margins"]) == {1.5}
     assert report["state"] == {"applied": None, "fingerprint": None, "declined": feature.declined()} and report["kernels"] == []
+    assert report["again"] == {}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ([1], []),
+        ([2], [[0], [1]]),
+        ([1, 2], [[1]]),
+        ([1, 3], [[0, 1], [2]]),
+        ([1, 4, 16], [[*range(8)], [*range(8, 16)]]),
+        ([8, 16], [[*range(8, 16)]]),
+    ],
+)
+def test_every_prompt_is_decoded_in_batches_of_two_sizes(fake_vllm, tmp_path, monkeypatch, sizes, parts):
+    report = work(tmp_path, monkeypatch, batches=sizes, noise=True)
+    before = len(sizes) * 2  # short ones, then those whose tokens are compared
+    prompts = fake_vllm.generated[before - 1]
+    assert len(prompts) == sizes[-1] and fake_vllm.generated[before:] == [[prompts[i] for i in part] for part in parts]
+    assert report["again"] == {str(i): report["batches"][str(sizes[-1])]["prompts"][0] for part in parts for i in part}
+    for i in range(sizes[-1] if parts else 0):
+        of = [size for size in sizes if i < size] + [len(part) for part in parts if i in part]
+        assert len(set(of)) == len(of) > 1
 
 
 def test_no_prefill_is_in_a_decoded_token(fake_vllm, tmp_path, monkeypatch):
@@ -824,6 +862,20 @@ def test_noise_is_stocks_own_between_batch_sizes():
     never = {"batches": {"1": size(([1, 2, 3], [-1.0, -1.0, -9.0])), "5": size(([1, 2, 3], [-1.5, -1.5, -9.5]))}}
     assert ablate_vllm.own_noise(never) == ablate_vllm.Noise(margin=0.5, typical=0.5)
     assert ablate_vllm.own_noise({"batches": {"1": stock["batches"]["1"]}}) == ablate_vllm.Noise()
+
+
+def test_each_prompt_of_the_largest_batch_counts_as_noise():
+    def prompt(tokens, change=0.0):
+        return {"tokens": tokens, "logprobs": [-1.0 - change] * 4, "margins": [9.0, 9.0, 2.5, 1.5]}
+
+    largest = [prompt([7, 7, 7, 7]), prompt([7, 7, 7, 7])]
+    stock = {"batches": {"1": {"prompts": largest[:1]}, "2": {"prompts": largest}}, "again": {"1": prompt([7, 7, 7, 8], 0.25)}}
+    noise = ablate_vllm.own_noise(stock)
+    assert noise == ablate_vllm.Noise(margin=1.5, typical=0.0)  # the median of four positions without a change and three with one
+    del stock["again"]
+    assert ablate_vllm.own_noise(stock) == ablate_vllm.Noise()
+    got = [largest[0], prompt([7, 7, 8, 8])]
+    assert ablate_vllm.compare(largest, got, noise).ok and not ablate_vllm.compare(largest, got, ablate_vllm.own_noise(stock)).ok
 
 
 @pytest.mark.parametrize(("change", "ok"), [(0.02, True), (0.04, False)])

@@ -214,7 +214,8 @@ class Result:
     Attributes:
         features: the combination's, comma-separated.
         us_p20, us_p50, us_p80: microseconds a step of all layers and draft steps, a layer where none is drafted, or a token with vLLM;
-            None where the check failed.
+            None where it was not timed: with embedded layers where the check failed, with vLLM only where an engine did not run with
+            these features.
         speedup: of the p50 over no feature's.
         max_err: the error that comes closest to (or furthest beyond) its bound; None where nothing was compared or it is infinite.
         bound: what it may be.
@@ -293,10 +294,10 @@ def write_csv(path: str, report: Report) -> None:
 
 
 def plot(path: str, report: Report) -> None:
-    """Bars of the p50 by batch size and combination."""
+    """Bars of the p50 by batch size and combination; none where the check failed."""
     groups: dict[str, dict[str, tuple[float, float, float]]] = {}
     for r in report.results:
-        if r.us_p20 is not None and r.us_p50 is not None and r.us_p80 is not None:
+        if r.ok and r.us_p20 is not None and r.us_p50 is not None and r.us_p80 is not None:
             groups.setdefault(r.combo, {})[f"batch {r.batch}"] = (r.us_p20, r.us_p50, r.us_p80)
     cases = [f"batch {b}" for b in sorted({r.batch for r in report.results})]
     title = f"{report.model} on {report.gpu}" + (f"\n{report.note}" if report.note else "")

@@ -57,15 +57,16 @@ BUSY = "any kernel"
 NOISE_MARGIN = 2.0
 """A token may differ from stock's where stock's own top-2 margin is at most this many times the largest at which stock differs from itself.
 
-Stock differs from itself where it decodes the same prompt at another batch size: cuBLAS and vLLM then choose other kernels. Where it never
-does, the largest margin is the median change of a chosen token's log-probability.
+Stock differs from itself where it decodes the same prompt in a batch of another size: cuBLAS and vLLM then choose other kernels. It decodes
+every prompt so, since the largest margin of a few prompts says little about more. Where it never differs, the largest margin is the median
+change of a chosen token's log-probability.
 """
 
 TYPICAL_MARGIN = 3.0
 """The median change of a chosen token's log-probability may be this many times the median of stock's own noise.
 
-That noise is the change between batch sizes. It has a long tail, since another expert is chosen where two score the same; what is off
-everywhere moves the median.
+That noise is the change between batches of two sizes. It has a long tail, since another expert is chosen where two score the same; what is
+off everywhere moves the median.
 """
 
 LEAST_POSITIONS = 32
@@ -80,6 +81,7 @@ class Spec:
         llm: keyword arguments of ``vllm.LLM``.
         profile: kernels to report, 0 for no profile.
         trace: file that receives the timeline of a profile, or None.
+        noise: decode what :func:`own_noise` needs beside the batches.
     """
 
     batches: list[int]
@@ -89,6 +91,7 @@ class Spec:
     profile: int
     trace: str | None
     llm: dict[str, Any]
+    noise: bool = False
 
 
 def prepare(args: argparse.Namespace) -> Callable[[], Report]:
@@ -185,7 +188,8 @@ def measure(
     commands = {}
     for combo, its_environ in environs.items():
         to = trace and str(pathlib.Path(trace, f"{combo.replace(' ', '-')}.json.gz").absolute())
-        commands[combo] = [*WORKER, json.dumps(dataclasses.asdict(dataclasses.replace(spec, trace=to)))], its_environ
+        its_spec = dataclasses.replace(spec, trace=to, noise=combo == "none")
+        commands[combo] = [*WORKER, json.dumps(dataclasses.asdict(its_spec))], its_environ
     found: dict[str, workers.Outcome] = {}
     names = list(combos)
     with progress(2 * len(names), quiet) as step:
@@ -217,7 +221,13 @@ def measure(
         unit="µs a token",
         note="",
         gpu=next((o["gpu"] for o in done.values()), "unknown"),
-        parameters={"input_len": spec.input_len, "output_len": spec.output_len, "rounds": spec.rounds, "llm": spec.llm},
+        parameters={
+            "input_len": spec.input_len,
+            "output_len": spec.output_len,
+            "rounds": spec.rounds,
+            "noise": dataclasses.asdict(noise),
+            "llm": spec.llm,
+        },
         versions=versions(),
         utc=bench.utc(),
         features=list(notes.values()),
@@ -253,7 +263,7 @@ def worker_environ(environ: Mapping[str, str], installed: Sequence[str], chosen:
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """Stock's own between batch sizes, in nats; 0 where there is one size.
+    """Stock's own between batches of two sizes, in nats; 0 where no prompt was decoded twice.
 
     Attributes:
         margin: the largest top-2 margin at which it chose another token.
@@ -265,11 +275,17 @@ class Noise:
 
 
 def own_noise(stock: Mapping[str, Any]) -> Noise:
-    """Over positions with equal prefixes, of each prompt at its first batch size against the others."""
+    """Over positions with equal prefixes, of each prompt's first run against the others.
+
+    Args:
+        stock: its report: runs by batch size under ``batches``, and further ones by prompt under ``again``, which may be missing.
+    """
     by_prompt: dict[int, list[Mapping[str, Any]]] = {}
     for size in stock["batches"].values():
         for i, prompt in enumerate(size["prompts"]):
             by_prompt.setdefault(i, []).append(prompt)
+    for name, prompt in stock.get("again", {}).items():
+        by_prompt[int(name)].append(prompt)
     pairs = [(runs[0], other) for runs in by_prompt.values() for other in runs[1:]]
     changes = [x for pair in pairs for x in _changes(*pair)]
     if not changes:
@@ -335,7 +351,7 @@ def _row(
     else:
         verdict = compare(stock["batches"][str(size)]["prompts"], mine["prompts"], noise)
     base = None if isinstance(stock, str) else stock["batches"][str(size)]["us"]
-    return result(combo, chosen, size, mine["us"] if verdict.ok else None, base, verdict)
+    return result(combo, chosen, size, mine["us"] if applied == chosen else None, base, verdict)
 
 
 class WorkerExtension:
@@ -431,9 +447,9 @@ def work(spec: Spec, started: Callable[[], object]) -> dict[str, Any]:
     vocabulary = config.get_vocab_size()
     prompts = [{"prompt_token_ids": [rng.randrange(vocabulary) for _ in range(spec.input_len)]} for _ in range(spec.batches[-1])]
 
-    def generate(size: int, tokens: int, logprobs: int | None = None) -> list[Any]:
+    def generate(size: int, tokens: int, logprobs: int | None = None, first: int = 0) -> list[Any]:
         params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs)
-        return llm.generate(prompts[:size], params, use_tqdm=False)
+        return llm.generate(prompts[first : first + size], params, use_tqdm=False)
 
     if spec.llm.get("load_format") == "dummy":
         llm.collective_rpc("lldecode_spread")
@@ -451,7 +467,19 @@ def work(spec: Spec, started: Callable[[], object]) -> dict[str, Any]:
         kernels = top_kernels(before, after, spec.output_len, spec.profile)
     for size in spec.batches:
         measured[str(size)]["prompts"] = [greedy_output(o.outputs[0]) for o in generate(size, long, logprobs=2)]
-    return {"batches": measured, "state": _agreed(llm.collective_rpc("lldecode_state")), "kernels": kernels, "gpu": bench.gpu_name()}
+    again: dict[str, dict[str, Any]] = {}
+    for part in halves(spec.batches) if spec.noise else ():
+        outs = generate(len(part), long, logprobs=2, first=part.start)
+        again |= {str(i): greedy_output(o.outputs[0]) for i, o in zip(part, outs, strict=True)}
+    state = _agreed(llm.collective_rpc("lldecode_state"))
+    return {"batches": measured, "again": again, "state": state, "kernels": kernels, "gpu": bench.gpu_name()}
+
+
+def halves(sizes: Sequence[int]) -> list[range]:
+    """The prompts of the largest of the ascending batch sizes in two batches, without a batch that is decoded anyway."""
+    half = (sizes[-1] + 1) // 2
+    first = [] if half in sizes else [range(half)]
+    return [*first, range(half, sizes[-1])] if sizes[-1] > 1 else []
 
 
 def decode(engine: Any, prompts: Sequence[Any], max_model_len: int, rounds: int, output_len: int) -> list[float]:
