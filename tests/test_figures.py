@@ -48,6 +48,15 @@ def test_cases_without_a_peer_are_told_apart():
     assert "NVIDIA H200: 2 more cases without a peer, 1.50 to 2.50 us." in figures.summary(rows)
 
 
+def test_cases_of_calls_alone_are_summarized_apart():
+    rows = [row("lldecode", "M=1", 1.0), row("cublas", "M=1", 8.0), row("lldecode", "M=1 alone", 4.0), row("cublas", "M=1 alone", 6.0)]
+    lines = figures.summary(rows).splitlines()
+    assert lines[2:4] == [
+        "| NVIDIA H200 | cublas | 1 | 8.00x | 8.00x (M=1) | 8.00x (M=1) |",
+        "| NVIDIA H200 | cublas, alone | 1 | 1.50x | 1.50x (M=1 alone) | 1.50x (M=1 alone) |",
+    ]
+
+
 def test_not_measured(tmp_path):
     assert "Not measured yet." in figures.render("<!-- figures: x -->\n<!-- end figures -->", tmp_path)
 

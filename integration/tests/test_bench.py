@@ -56,6 +56,55 @@ def test_interleaved_reports_time_per_call(monkeypatch):
     assert samples == {"one": pytest.approx([12.0, 12.0]), "four": pytest.approx([3.0, 3.0])}
 
 
+class Clock:
+    """Stands for ``perf_counter``: what runs says how many microseconds it took."""
+
+    def __init__(self, monkeypatch):
+        self.us, self.log = 0.0, []
+        monkeypatch.setattr(bench.time, "perf_counter", lambda: self.us * 1e-6)
+
+    def takes(self, name, us):
+        def thunk():
+            self.us += us(len(self.log)) if callable(us) else us
+            self.log.append(name)
+
+        return thunk
+
+
+def test_a_call_alone_is_what_it_adds_to_the_kernel_before_it(monkeypatch):
+    clock = Clock(monkeypatch)
+    calls = {"one": [clock.takes("a", 5.0)], "three": [clock.takes("b", 7.0)] * 3}
+    samples = bench.interleaved(calls, rounds=2, device=CPU, between=clock.takes("-", 2.0))
+    assert samples == {"one": pytest.approx([5.0, 5.0]), "three": pytest.approx([7.0, 7.0])}
+
+
+def test_the_kernel_between_comes_before_each_call_and_is_timed_in_the_same_rounds(monkeypatch):
+    clock = Clock(monkeypatch)
+    calls = {"a": [clock.takes("a", 1.0)] * 2, "b": [clock.takes("b", 1.0)] * 2}
+    bench.interleaved(calls, rounds=3, device=CPU, between=clock.takes("-", 1.0))
+    text = "".join(clock.log)
+    captured, rounds = text[:10], text[10:]
+    assert captured == "---a-a-b-b"
+    assert [sorted(rounds[i : i + 10]) for i in range(0, 50, 10)] == [sorted("---a-a-b-b")] * 5
+    assert all(text[i - 1] == "-" for i, ran in enumerate(text) if ran != "-")
+
+
+def test_a_slow_round_of_the_kernel_between_makes_no_call_fast(monkeypatch):
+    clock = Clock(monkeypatch)
+    slow = iter([1.0] * 6 + [90.0] + [1.0] * 6)  # it runs twice at capture and twice a round, of which the first two warm up
+    samples = bench.interleaved({"a": [clock.takes("a", 4.0)]}, rounds=3, device=CPU, between=clock.takes("-", lambda _: next(slow)))
+    assert samples["a"] == pytest.approx([4.0, 4.0, 4.0])
+
+
+@pytest.mark.parametrize("us", [0.0, -1.0])
+def test_a_sample_that_is_not_longer_than_the_kernel_between_is_an_error(monkeypatch, us):
+    clock = Clock(monkeypatch)
+    calls = {"good": [clock.takes("a", 1.0)] * 2, "bad": [clock.takes("b", us)] * 2}
+    message = rf"^bad: expected more than the 6.000 us of `between` alone, got {6 + 2 * us:.3f} us for 2 calls$"
+    with pytest.raises(RuntimeError, match=message):
+        bench.interleaved(calls, rounds=2, device=CPU, between=clock.takes("-", 3.0))
+
+
 def test_hooks_run_outside_the_timed_span():
     log: list[str] = []
     bench.time_rounds({"a": lambda: log.append("run")}, rounds=1, device=CPU, before=log.append, after_round=lambda: log.append("round"))

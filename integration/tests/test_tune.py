@@ -48,7 +48,7 @@ def tuner(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "SIZES", (1, 8))
     monkeypatch.setattr(jit, "unavailable", lambda: None)
     compiled = []
-    monkeypatch.setattr(tune, "precompile", lambda kernel, configs, jobs: compiled.append((kernel, configs, jobs)))
+    monkeypatch.setattr(tune, "precompile", lambda kernel, configs, jobs: compiled.append((kernel, configs, jobs)) or {})
     made = Tuner(
         Plans("one", tmp_path / "kernel.py"),
         "one.kernel:KERNEL",
@@ -72,7 +72,8 @@ def model(tmp_path):
 def fast(monkeypatch):
     """What takes a case, and in what order, is the harness's business; here the first own variant always takes half."""
 
-    def interleaved(calls, rounds):
+    def interleaved(calls, rounds, between):
+        between()
         return {name: [2.0 if name == "cublas" else 1.0] * rounds for name in calls}
 
     monkeypatch.setattr(tune.bench, "interleaved", interleaved)
@@ -100,6 +101,34 @@ def test_every_config_is_compiled_once_ahead(tuner, model, fast):
     assert configs == [(name, GPU[1], g, large) for g in gemms for large in (False, True) for name in ("right", "wrong")]
 
 
+def test_a_candidate_that_does_not_compile_is_left_out_with_a_warning(tuner, fast, monkeypatch, tmp_path, caplog):
+    broken = ("right", GPU[1], Gemm(16, 64), True)
+    monkeypatch.setattr(tune, "precompile", lambda kernel, configs, jobs: {broken: "DSLError: no"})
+    ran = []
+    launch = tuner.launch
+    recorded = dataclasses.replace(tuner, launch=lambda cfg, *tensors: ran.append(cfg) or launch(cfg, *tensors))
+    found = tune.tune(recorded, [Gemm(16, 64)], tmp_path / "plan.json", jobs=1)
+    assert {size: entry["choice"] for size, entry in found["N=16 K=64"].items()} == {"1": ["lldecode", list(OWN)], "8": ["cublas", None]}
+    assert f"{broken}: left out, since it does not compile: DSLError: no" in caplog.text
+    assert ("right", GPU[1], Gemm(16, 64), False) in ran
+    assert broken not in ran
+
+
+def test_where_nothing_compiles_no_plan_is_written(tuner, model, fast, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "precompile", lambda kernel, configs, jobs: dict.fromkeys(configs, "DSLError: no"))
+    assert cli.main(["tune", "--model", model]) == 1
+    kernels = 4 * len(dict.fromkeys(products(TINY, 1)))
+    assert capsys.readouterr().err.endswith(f"lldecode tune: none of {kernels} kernels compiles: DSLError: no\n")
+    assert not tuner.plans.tuned(GPU[0]).exists()
+
+
+def test_precompiling_tells_what_does_not_compile_and_why(monkeypatch):
+    """The environment stands for a kernel: it answers for a text and refuses anything else."""
+    monkeypatch.setenv("CUTE_DSL_ARCH", "")  # and back
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert tune.precompile("os:environ", ["HOME", 3, "PATH"], 1) == {3: "TypeError: str expected, not int"}
+
+
 def test_a_candidate_that_is_wrong_is_left_out_with_a_warning(tuner, fast, caplog):
     entry = tune.measure(tuner, Gemm(16, 64))["8"]
     assert entry["choice"] == ["lldecode", list(OWN)]
@@ -124,7 +153,7 @@ def test_each_size_runs_its_own_configs(tuner, fast):
 
 def test_the_fastest_of_several_variants_is_the_plans(tuner, monkeypatch):
     took = {"cublas": 3.0, "(8, 1)": 2.0, "(9, 1)": 1.0, "(10, 1)": 2.5}
-    monkeypatch.setattr(tune.bench, "interleaved", lambda calls, rounds: {name: [took[name]] for name in calls})
+    monkeypatch.setattr(tune.bench, "interleaved", lambda calls, rounds, between: {name: [took[name]] for name in calls})
     several = dataclasses.replace(tuner, configs=lambda sms, g, m: {(n, 1): ("right", n) for n in (8, 9, 10)})
     found = {"choice": ["lldecode", [9, 1]], "us": {"cublas": 3.0, "lldecode": 1.0}}
     assert tune.measure(several, Gemm(16, 64)) == {"1": found, "8": found}
@@ -133,7 +162,7 @@ def test_the_fastest_of_several_variants_is_the_plans(tuner, monkeypatch):
 def test_what_is_timed_goes_through_all_copies_of_the_weight(tuner, monkeypatch):
     read = []
 
-    def interleaved(calls, rounds):
+    def interleaved(calls, rounds, between):
         read.clear()  # of the check that came before
         for call in calls["cublas"]:
             call()
@@ -148,6 +177,28 @@ def test_what_is_timed_goes_through_all_copies_of_the_weight(tuner, monkeypatch)
     assert len({weight.data_ptr() for weight in read}) == len(read) == 3
 
 
+def test_each_call_is_timed_after_a_kernel_that_writes_its_activations(tuner, monkeypatch):
+    ran, read = [], []
+
+    def interleaved(calls, rounds, between):
+        ran.append(read[0].clone())
+        between()
+        ran.append(read[0].clone())
+        return {name: [1.0] for name in calls}
+
+    def providers(g, x):
+        read[:] = [x]
+        return {"cublas": lambda weight, out: gemm(1.0)(x, weight, out)}
+
+    monkeypatch.setattr(tune.bench, "interleaved", interleaved)
+    tune.measure(dataclasses.replace(tuner, providers=providers), Gemm(16, 24, 2, True))
+    (one, one_written), (eight, eight_written) = ran[:2], ran[2:]
+    assert (one.shape, eight.shape) == ((2, 1, 24), (2, 8, 24))
+    assert all((written == written[0, 0, 0]).all() for written in (one_written, eight_written))
+    assert not (one == one[0, 0, 0]).all()
+    assert torch.equal(eight[:, :1], one)  # what was written is gone again: the next size is checked against fp64
+
+
 def test_no_candidate_is_no_reason_to_leave_the_baseline(tuner, fast):
     bare = dataclasses.replace(tuner, configs=lambda sms, g, m: {WRONG: ("wrong",)})
     assert tune.measure(bare, Gemm(16, 64))["1"] == {"choice": ["cublas", None], "us": {"cublas": 2.0}}
@@ -155,7 +206,7 @@ def test_no_candidate_is_no_reason_to_leave_the_baseline(tuner, fast):
 
 @pytest.mark.parametrize("shape", [Gemm(48, 64), Gemm(16, 24, 2, True)])
 def test_the_harness_times_for_real(tuner, shape):
-    entry = tune.measure(tuner, shape, rounds=2)["1"]
+    entry = tune.measure(tuner, shape)["1"]  # of fewer rounds, a busy machine could slow most of those of the kernel between
     assert set(entry["us"]) == {"cublas", "lldecode"}
     assert all(us > 0 for us in entry["us"].values())
 

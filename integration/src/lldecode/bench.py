@@ -24,7 +24,7 @@ MEMORY_ROOF = {
 """Peak device-memory bandwidth in bytes per second by device name (NVIDIA's data sheets)."""
 
 MAX_COPIES = 512
-"""Nodes of one graph at most: beyond that a tiny weight costs more capture time than it tells."""
+"""Calls in one graph at most: beyond that a tiny weight costs more capture time than it tells."""
 
 
 def default_device() -> torch.device:
@@ -132,30 +132,55 @@ def _time(replay: Callable[[], None], device: torch.device) -> float:
         return start.elapsed_time(end) * 1e3
 
 
-_QUEUE_CYCLES = 200_000
+_QUEUE_CYCLES = 400_000  # 0.2 ms, for up to 2 * MAX_COPIES nodes
 
 
 def interleaved(
-    calls: Mapping[str, Sequence[Callable[[], object]]], *, rounds: int = 30, device: torch.device | str | None = None
+    calls: Mapping[str, Sequence[Callable[[], object]]],
+    *,
+    rounds: int = 30,
+    device: torch.device | str | None = None,
+    between: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
     """Time several providers of the same work against each other.
+
+    Without `between` a call follows the last one, and where both are launched with programmatic dependent launch its launch, its
+    ramp-up and the reads that wait for nobody hide behind that one. With `between` a call is timed alone, from launch to end: an
+    ordinary kernel runs before each, lets no dependent start early, and starts itself when the call before it has ended. Its own
+    time is that of a graph of as many of it and nothing else, timed in the same rounds; the median of these is subtracted from
+    every sample, so that a slow round of that graph makes no sample fast.
 
     Args:
         calls: by provider, one thunk for each copy of the weights (see :func:`cold_copies`). On a GPU a provider's thunks
             are captured into one CUDA graph.
         rounds: samples of each provider.
+        between: launches one kernel, without programmatic dependent launch, that neither reads nor writes much: what it reads from
+            memory because a call has evicted it counts as the call's. No ``copy_``: of dense tensors a graph holds no kernel of it.
 
     Returns:
-        By provider, `rounds` samples in microseconds a call.
+        By provider, `rounds` samples in microseconds a call, without `between`.
 
     Raises:
         ValueError: no provider, a provider without thunks, or `rounds` is not positive.
+        RuntimeError: a sample is not longer than `between` alone: there is no time of the call in it.
     """
     if empty := [name for name, thunks in calls.items() if not thunks]:
         raise ValueError(f"calls: expected at least one thunk a provider, got none for {empty}")
-    replays = {name: capture(thunks, device) for name, thunks in calls.items()}
+    if between is None:
+        replays = {name: capture(thunks, device) for name, thunks in calls.items()}
+        samples = time_rounds(replays, rounds=rounds, device=device)
+        return {name: [us / len(calls[name]) for us in samples[name]] for name in calls}
+    counts = {len(thunks) for thunks in calls.values()}
+    replays = {f"between {n}": capture([between] * n, device) for n in counts}
+    replays |= {f"call {name}": capture([f for thunk in thunks for f in (between, thunk)], device) for name, thunks in calls.items()}
     samples = time_rounds(replays, rounds=rounds, device=device)
-    return {name: [us / len(calls[name]) for us in samples[name]] for name in calls}
+    alone = {n: percentiles(samples[f"between {n}"])[1] for n in counts}
+    for name, thunks in calls.items():
+        if (least := min(samples[f"call {name}"])) <= alone[len(thunks)]:
+            raise RuntimeError(
+                f"{name}: expected more than the {alone[len(thunks)]:.3f} us of `between` alone, got {least:.3f} us for {len(thunks)} calls"
+            )
+    return {name: [(us - alone[len(thunks)]) / len(thunks) for us in samples[f"call {name}"]] for name, thunks in calls.items()}
 
 
 def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:

@@ -114,6 +114,11 @@ def operands(gemm: Gemm, copies: int) -> tuple[Tensor, list[Tensor]]:
 def measure(tuner: Tuner, gemm: Gemm, rounds: int = ROUNDS) -> dict[str, dict[str, Any]]:
     """The plan of a product, by M, on the current device with cold weights.
 
+    Each call is timed alone, from launch to end (`between` of :func:`lldecode.bench.interleaved`), after a kernel that writes the
+    activations. So it is in a decode step of vLLM: the kernel before, a norm or an elementwise one, lets no dependent start early, and
+    the one after starts when the GEMM has ended. In a chain of GEMMs with programmatic dependent launch each hides its start behind
+    the one before, and variants would win that leave room for a neighbour that is not there.
+
     What is less exact against fp64 than twice the baseline, or writes NaN, is left out with a warning.
     """
     x, weights = operands(gemm, bench.cold_copies(gemm.batch * gemm.n * gemm.k * 2))
@@ -143,7 +148,11 @@ def _measure(tuner: Tuner, gemm: Gemm, x: Tensor, weights: Sequence[Tensor], exa
         if not (found := error(calls[name])) <= bound:
             logger.warning("%s M=%d: %s is wrong: expected an error of at most %.2e, got %.2e", gemm, m, name, bound, found)
             del calls[name]
-    samples = bench.interleaved({name: [functools.partial(call, w, out) for w in weights] for name, call in calls.items()}, rounds=rounds)
+    kept = x.clone()
+    # A fill reads nothing: reading a source that the weights evicted would count as the call's time.
+    thunks = {name: [functools.partial(call, w, out) for w in weights] for name, call in calls.items()}
+    samples = bench.interleaved(thunks, rounds=rounds, between=lambda: x.fill_(1.0))
+    x.copy_(kept)  # the next size has its rows too, and checks them against fp64
     took = {name: round(bench.percentiles(s)[1], 3) for name, s in samples.items()}
     us = {name: t for name, t in took.items() if name not in variants}
     own = sorted((t, name) for name, t in took.items() if name in variants)
@@ -154,8 +163,16 @@ def _measure(tuner: Tuner, gemm: Gemm, x: Tensor, weights: Sequence[Tensor], exa
     return {"choice": [choice, list(variants[own[0][1]]) if choice == "lldecode" else None], "us": us}
 
 
-def precompile(kernel: str, configs: Sequence[Any], jobs: int) -> None:
-    """Compile into the disk cache for the current device, in processes of their own: each takes seconds on one core."""
+class CompileError(RuntimeError):
+    """None of the kernels to measure compiles."""
+
+
+def precompile(kernel: str, configs: Sequence[Any], jobs: int) -> dict[Any, str]:
+    """Compile into the disk cache for the current device, in processes of their own: each takes seconds on one core.
+
+    Returns:
+        by config that does not compile, the reason.
+    """
     # Inherited: the compiler reads it when it is imported, which may be before an initializer runs.
     os.environ["CUTE_DSL_ARCH"] = "sm_{}{}a".format(*torch.cuda.get_device_capability())
     # The parent alone answers Ctrl-C.
@@ -163,23 +180,32 @@ def precompile(kernel: str, configs: Sequence[Any], jobs: int) -> None:
     pool = concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), signal.signal, start)
     try:
         made = pool.map(functools.partial(_compile, kernel), configs, chunksize=4)
-        for _ in track(made, "compiling", len(configs), console=Console(stderr=True)):
-            pass
+        reasons = list(track(made, "compiling", len(configs), console=Console(stderr=True)))
     finally:
         pool.shutdown(cancel_futures=True)
+    return {cfg: reason for cfg, reason in zip(configs, reasons, strict=True) if reason is not None}
 
 
-def _compile(kernel: str, cfg: Any) -> None:
-    pkgutil.resolve_name(kernel).get(cfg, torch.device("cpu"))
+def _compile(kernel: str, cfg: Any) -> str | None:
+    """Why `cfg` does not compile, in words: an exception may not survive the way between processes."""
+    try:
+        pkgutil.resolve_name(kernel).get(cfg, torch.device("cpu"))
+    except Exception as e:
+        return jit._one_line(e)
+    return None
 
 
 def tune(tuner: Tuner, gemms: Sequence[Gemm], path: Path, *, jobs: int) -> plan.Shapes:
     """Measure what a plan file lacks, on the current device. The file is rewritten after each product.
 
-    A run that was interrupted goes on where it was; a stale file is measured again, with the reason on stderr.
+    A run that was interrupted goes on where it was; a stale file is measured again, with the reason on stderr. What does not compile is
+    left out with a warning.
 
     Returns:
         all that the file holds.
+
+    Raises:
+        CompileError: nothing compiles, which is no property of the variants.
     """
     gpu, sms = plan.gpu()
     stamp = tuner.plans.stamp(gpu)
@@ -187,10 +213,19 @@ def tune(tuner: Tuner, gemms: Sequence[Gemm], path: Path, *, jobs: int) -> plan.
     if reason:
         print(f"lldecode tune: measuring again: {reason}", file=sys.stderr)
     todo = [g for g in dict.fromkeys(gemms) if str(g) not in done]
+    failed: dict[Any, str] = {}
     if configs := list(dict.fromkeys(c for g in todo for m in plan.SIZES for c in tuner.configs(sms, g, m).values())):
-        precompile(tuner.kernel, configs, jobs)
+        failed = precompile(tuner.kernel, configs, jobs)
+        for cfg, why in failed.items():
+            logger.warning("%s: left out, since it does not compile: %s", cfg, why)
+        if len(failed) == len(configs):
+            raise CompileError(f"none of {len(configs)} kernels compiles: {failed[configs[0]]}")
+
+    def compiled(sms: int, gemm: Gemm, m: int) -> dict[tuple[int, ...], Any]:
+        return {variant: cfg for variant, cfg in tuner.configs(sms, gemm, m).items() if cfg not in failed}
+
     for g in track(todo, "measuring", console=Console(stderr=True)):
-        done[str(g)] = measure(tuner, g)
+        done[str(g)] = measure(dataclasses.replace(tuner, configs=compiled), g)
         plan.write(path, stamp, done)
     return done
 
@@ -215,6 +250,9 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("lldecode tune: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
+    except CompileError as e:
+        print(f"lldecode tune: {e}", file=sys.stderr)
+        return 1
     except concurrent.futures.process.BrokenProcessPool:
         reason = "a process that compiles was killed, for want of memory perhaps"
         print(f"lldecode tune: {reason}; try less than --jobs {args.jobs}", file=sys.stderr)
