@@ -3,7 +3,10 @@
     python bench/bench.py [--sweep] [--peers DIR] [--out DIR] [--shapes 2624x6144 ...] [--dry-run]
 
 Without --sweep: times the plan's choices and writes the results CSV. With --sweep: first checks every candidate against
-fp64, times them all and rewrites the shipped plan of this GPU; that takes about four minutes on an H200 with 16 cores.
+fp64, times them all and rewrites the shipped plan of this GPU, which takes minutes, most of them compiling on all cores.
+Every case is timed twice: in a chain, where each call follows the last one and what is launched with programmatic dependent
+launch starts behind it; and alone (the case ends in `alone`), with an ordinary kernel between the calls whose time is
+subtracted, as `lldecode tune` measures and vLLM's step runs them (`lldecode.bench.interleaved`).
 --peers DIR: DIR/vllm033 holds vLLM 0.33.0's `cute_dsl/` folder and quack's `compile_utils.py`, DIR/C.so (optional) is vLLM
 0.26.0's `_C_stable_libtorch.abi3.so`. --dry-run: what would be compiled and measured, for an H200.
 """
@@ -41,6 +44,7 @@ OTHER = [
     *(Gemm(19360, 6144), Gemm(3072, 6144), Gemm(6144, 1536), Gemm(7168, 2048), Gemm(8192, 1536), Gemm(512, 7168), Gemm(7168, 256)),
 ]
 SHAPES = [*(Gemm(n, k) for n, k in GEMM), *OTHER]
+ALONE = " alone"
 
 
 def case(s: Gemm, m: int) -> str:
@@ -103,7 +107,7 @@ def load_peers(root: Path):
 
 
 def compare(shape: Gemm, sizes, skinny_033, rounds: int):
-    """Rows of one shape: every provider that takes it, interleaved, with the error of each against fp64."""
+    """Rows of one shape: every provider that takes it, interleaved, in a chain and alone, with the error of each against fp64."""
     device = torch.device("cuda", torch.cuda.current_device())
     nbytes = shape.batch * shape.n * shape.k * 2
     x32, weights = tune.operands(shape, bench.cold_copies(nbytes))
@@ -134,23 +138,30 @@ def compare(shape: Gemm, sizes, skinny_033, rounds: int):
                 print(f"{case(shape, m)}: {name}: {type(e).__name__}: {str(e)[:100]}", file=sys.stderr)
                 del calls[name]
         assert errors["lldecode"] < 2 * max(errors.get("cublas", 0), errors.get("torch", 0)) + 1e-6, (shape, m, errors)
-        samples = bench.interleaved({n: [lambda w=w, c=c: c(w) for w in weights] for n, c in calls.items()}, rounds=rounds)
+        thunks = {n: [lambda w=w, c=c: c(w) for w in weights] for n, c in calls.items()}
+        kept = x.clone()
+        timed = {"": bench.interleaved(thunks, rounds=rounds)}
+        timed[ALONE] = bench.interleaved(thunks, rounds=rounds, between=lambda x=x: x.fill_(1.0))
+        x.copy_(kept)  # the next M has its rows too, and checks them against fp64
         moved = nbytes + shape.batch * m * (shape.k + shape.n) * 2
-        rows += [bench.row(FEATURE, name, case(shape, m), samples[name], moved, errors[name]) for name in calls]
-        ours = bench.percentiles(samples["lldecode"])[1]
-        others = {n: bench.percentiles(s)[1] for n, s in samples.items() if n != "lldecode"}
         took = op.choose(device.index, *Gemm.of(weights[0]), m, torch.bfloat16, False, True)[0]
-        print(
-            f"{case(shape, m):32} {ours:7.2f} us {moved / ours / 1e6:5.2f} TB/s {took:8}",
-            *(f"{n} {v:.2f} ({v / ours:.2f}x)" for n, v in others.items()),
-            flush=True,
-        )
+        for situation, samples in timed.items():
+            name = case(shape, m) + situation
+            rows += [bench.row(FEATURE, n, name, samples[n], moved, errors[n]) for n in calls]
+            ours = bench.percentiles(samples["lldecode"])[1]
+            others = {n: bench.percentiles(s)[1] for n, s in samples.items() if n != "lldecode"}
+            print(
+                f"{name:38} {ours:7.2f} us {moved / ours / 1e6:5.2f} TB/s {took:8}",
+                *(f"{n} {v:.2f} ({v / ours:.2f}x)" for n, v in others.items()),
+                flush=True,
+            )
     return rows
 
 
 def dry_run(shapes) -> None:
     wanted = {cfg: None for s in shapes for m in SIZES for cfg in configs(132, s, m).values()}
-    print(f"{len(shapes)} shapes, {len(wanted)} kernels to compile")
+    tiles = sum(len(configs(132, s, m)) for s in shapes for m in SIZES)
+    print(f"{len(shapes)} shapes, {len(wanted)} kernels to compile, {tiles} to time over {len(SIZES)} M")
     for s in shapes:
         for m in (8, 16, 32):
             print(f"{s} M={m}:", *(f"{','.join(map(str, t))} ({cfg.smem >> 10} KiB)" for t, cfg in configs(132, s, m).items()))
@@ -185,7 +196,8 @@ def main() -> None:
     for s in shapes:
         rows += compare(s, SIZES, skinny_033, args.rounds)
         bench.write_csv(results, rows)
-    bench.plot([r for r in rows if r.case.startswith("M=8 ")], results.with_suffix(".png"), title=f"skinny-gemm, M = 8, {gpu}")
+    chain = [r for r in rows if r.case.startswith("M=8 ") and not r.case.endswith(ALONE)]
+    bench.plot(chain, results.with_suffix(".png"), title=f"skinny-gemm, M = 8, {gpu}")
     print(f"done in {time.time() - start:.0f} s", flush=True)
 
 

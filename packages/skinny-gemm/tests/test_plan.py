@@ -97,6 +97,24 @@ def test_the_first_candidate_fills_the_gpu():
         assert ctas / (-(-ctas // SMS) * SMS) > 0.95, (n, k, rows, cluster)
 
 
+@pytest.mark.parametrize("shape", [S, Gemm(6144, 2048), Gemm(3072, 6144), Gemm(4096, 2048)])
+@pytest.mark.parametrize("m", [1, 8])
+def test_what_is_measured_fills_half_and_all_of_a_multiprocessor(shape, m):
+    from lldecode_skinny_gemm.tune import configs
+
+    kinds: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}
+    found = configs(SMS, shape, m)
+    assert len(found) == 16
+    for tile, cfg in found.items():
+        ctas = -(-shape.n // tile[0]) * tile[1]
+        resident = min(227 * 1024 // cfg.smem, -(-ctas // SMS))
+        kinds[resident * cfg.smem > 113 * 1024].append(tile)
+    assert all(len(tiles) >= 5 for tiles in kinds.values())
+    assert {tile[1] for tile in kinds[True]} == {1, 2}
+    assert all({tile[2] for tile in tiles} >= {4, 8} for tiles in kinds.values())
+    assert next(iter(found)) in kinds[False]
+
+
 def test_precompiling_fills_the_disk_cache(home, monkeypatch):
     import torch
 

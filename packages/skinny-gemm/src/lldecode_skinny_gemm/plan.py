@@ -13,9 +13,11 @@ Tile = tuple[int, int, int, int, int]
 """What of a kernel's config is tuned: rows, cluster, warps, stages, wide; see ``kernel.Config``."""
 FUSED_A = Gemm(2112, 7168)
 """What vLLM's ``dsv3_fused_a_gemm`` is built for, in bf16 and for M <= 16."""
-_WARPS = {8: 0, 4: 2, 16: 2, 6: 3, 2: 4}  # and how late each is tried
-_SMEM = 227 * 1024
-_HALF = 104 * 1024  # of a multiprocessor: the next kernel's first CTA fits beside it, and prefetches its weights
+_WARPS = {8: 0, 4: 1, 16: 1, 6: 2, 2: 3}  # and how late each is tried
+_SMEM, _HALF = 227 * 1024, 104 * 1024  # of a multiprocessor; beside half fits another CTA, the next kernel's first or one left over
+# Clusters and the bytes of a multiprocessor that queues fill. No plan of an H200 had larger clusters with all of it, and with a
+# multiprocessor a CTA they leave some idle of the 18 of a GPC.
+_QUEUES = ((1, _HALF), (1, _SMEM), (2, _HALF), (2, _SMEM), (4, _HALF), (8, _HALF))
 
 
 def tokens(m: int) -> int:
@@ -30,30 +32,34 @@ def cost(sms: int, shape: Gemm, m: int, rows: int, cluster: int) -> float:
 
 
 def candidates(sms: int, shape: Gemm, m: int) -> list[Tile]:
-    """Tiles worth measuring: the first choice of every (rows, cluster) by ascending :func:`cost`, then the second ones, and so on.
+    """Tiles worth measuring, by how many warps they have, whether their queues fill half of a multiprocessor or all of it, and
+    (rows, cluster) by ascending :func:`cost`.
 
-    Preferred are 8 warps, then a queue that leaves half of the multiprocessor to the next kernel. Where weights are large, what
-    moves 1.4 times the bytes of the best is left out.
+    Half is enough by Little's law: 0.8 us of latency at a multiprocessor's 36 GB/s of an H200's memory are 29 KB. All of it has most of
+    a GEMM of a few microseconds under way at its start; which is faster depends on the shape. So in turn come, each by cost, three
+    tiles of 8 warps that fill half, three that fill all, one of 4 or 16 warps of either kind; at the end, 6 and 2 warps. Where weights
+    are large, what moves 1.4 times the bytes of the best is left out.
     """
     unit = 64 if shape.n_major else 8
-    found: dict[tuple[int, int, int], Tile] = {}
-    for cluster, per_sm, (warps, rank), wide, half in itertools.product((1, 2, 4, 8), (1, 2, 4), _WARPS.items(), (2, 1), (True, False)):
+    found: dict[tuple[int, int, int, int], Tile] = {}
+    for (cluster, fill), per_sm, (warps, rank), wide in itertools.product(_QUEUES, (1, 2, 4), _WARPS.items(), (2, 1)):
         rows = max(1, -(-shape.batch * shape.n * cluster // (sms * per_sm * unit))) * unit
         steps = -(-shape.k // (32 * wide * warps * cluster))
         sums = warps * tokens(m) * (-(-rows // 16) * 64 + 16)  # fp32 of each warp, in the place of its queue
         free = _SMEM - tokens(m) * rows * 4 - 64
-        stages = min((min(_HALF, free) if half else free) // per_sm // (warps * wide * rows * 64), steps)
+        stages = min(min(fill, free) // per_sm // (warps * wide * rows * 64), steps)
         idle = steps * 32 * wide * warps * cluster / shape.k > 1.25
         registers = -(-rows // 16) * tokens(m) // 2 + rows // 2  # sums and weights of a step
         if idle or steps > 32 or rows > 192 or stages < min(2, steps) or sums > free or registers > (64 if warps == 16 else 176):
             continue
-        slot = rows, cluster, rank + (not half)
-        if slot not in found or math.prod(found[slot][3:]) < stages * wide:
+        if (slot := (rank, fill, rows, cluster)) not in found or math.prod(found[slot][3:]) < stages * wide:
             found[slot] = rows, cluster, warps, stages, wide
-    bytes_moved = {slot: cost(sms, shape, m, *slot[:2]) for slot in found}
+    bytes_moved = {slot: cost(sms, shape, m, *slot[2:]) for slot in found}
     limit = 1.4 * min(bytes_moved.values(), default=0) if shape.batch * shape.n * shape.k > 1 << 22 else math.inf
-    order = sorted((slot[2], bytes_moved[slot], slot) for slot in found if bytes_moved[slot] <= limit)
-    return list(dict.fromkeys(found[slot] for *_, slot in order))
+    fits = sorted((s for s in found if bytes_moved[s] <= limit), key=lambda s: (s[:2], bytes_moved[s], s))
+    nth = {s: i for _, kind in itertools.groupby(fits, lambda s: s[:2]) for i, s in enumerate(kind)}
+    # The sort is stable: within a turn by kind, then by cost.
+    return list(dict.fromkeys(found[s] for s in sorted(nth, key=lambda s: (max(s[0] - 1, 0), nth[s] if s[0] else nth[s] // 3))))
 
 
 def heuristic(sms: int, shape: Gemm, m: int, fused_a: bool) -> tuple[str, Tile | None]:

@@ -11,7 +11,7 @@ from lldecode.tune import Call, Tuner
 from lldecode_skinny_gemm import op, plan
 
 
-def configs(sms: int, shape: Gemm, m: int, tiles: int = 12) -> dict[tuple[int, ...], Any]:
+def configs(sms: int, shape: Gemm, m: int, tiles: int = 16) -> dict[tuple[int, ...], Any]:
     """By tile, the configs of the first `tiles` candidates for a product at M."""
     stride = shape.n if shape.n_major else shape.k
     return {t: op.config(shape, stride, m, t, torch.bfloat16, False, True) for t in plan.candidates(sms, shape, m)[:tiles]}
