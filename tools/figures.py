@@ -2,20 +2,23 @@
 
     uv run python tools/figures.py [--check]
 
-A block between `<!-- figures: FEATURE -->` and `<!-- end figures -->` is replaced whole, so no figure is typed by hand.
+A block between `<!-- figures: NAME -->` and `<!-- end figures -->` is replaced whole, so no figure is typed by hand. NAME is a feature,
+for what its kernels are compared with, or a file in integration/bench/results, for what `lldecode ablate` measured.
 """
 
 import argparse
+import csv
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lldecode.bench import Row, natural, read_csv
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = re.compile(r"(<!-- figures: ([a-z0-9-]+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- figures: ([\w.-]+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
+ENGINE = Path("integration/bench/results")
 
 
 def results(feature: str, root: Path = ROOT) -> list[Row]:
@@ -55,9 +58,39 @@ def summary(rows: Iterable[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def ablation(rows: Iterable[Mapping[str, str]]) -> str:
+    """Markdown: by combination and batch size the p50 of an ablation, and by how much it differs from no feature's."""
+    by: dict[str, dict[str, Mapping[str, str]]] = {}
+    for row in rows:
+        by.setdefault(row["combo"], {})[row["batch"]] = row
+    sizes = sorted(by["none"], key=int)
+
+    def cell(row: Mapping[str, str]) -> str:
+        if not row["us_p50"]:
+            return "not timed"
+        us, stock = float(row["us_p50"]), float(by["none"][row["batch"]]["us_p50"])
+        change = "" if row["combo"] == "none" else f" ({(us / stock - 1) * 100:+.1f} %)"
+        return f"{us:,.0f}{change}{'' if row['ok'] == 'True' else ', tokens differ'}"
+
+    (unit,) = {row["unit"] for sized in by.values() for row in sized.values()}
+    lines = [f"| features | {' | '.join(f'batch {n}' for n in sizes)} |", "|---" * (1 + len(sizes)) + "|"]
+    for combo, sized in by.items():
+        if any(row["us_p50"] for row in sized.values()):
+            lines.append(f"| {combo} | {' | '.join(cell(sized[n]) for n in sizes)} |")
+    last = by["none"][sizes[0]]
+    return "\n".join([*lines, "", f"P50 in {unit}; {last['gpu']}, vLLM {last['vllm']}, measured {last['utc'][:10]}."]) + "\n"
+
+
+def figures(name: str, root: Path = ROOT) -> str:
+    if not name.endswith(".csv"):
+        return summary(results(name, root))
+    with (root / ENGINE / name).open(newline="") as f:
+        return ablation(csv.DictReader(f))
+
+
 def render(text: str, root: Path = ROOT) -> str:
     """`text` with every block rewritten from the CSVs."""
-    return BLOCK.sub(lambda m: m[1] + summary(results(m[2], root)) + m[3], text)
+    return BLOCK.sub(lambda m: m[1] + figures(m[2], root) + m[3], text)
 
 
 def main() -> int:
