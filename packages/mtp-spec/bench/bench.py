@@ -37,6 +37,7 @@ from lldecode.ablate_vllm import (
     WorkerExtension,
     compare,
     greedy_output,
+    halves,
     memory_share,
     own_noise,
     spread,
@@ -321,14 +322,19 @@ def measure(llm: Any, spec: Spec, prompts: Sequence[list[int]]) -> dict[str, Any
 
 
 def greedy(llm: Any, spec: Spec, prompts: Sequence[list[int]]) -> dict[str, Any]:
-    """Tokens of each batch size, as ``lldecode.ablate_vllm.own_noise`` reads them."""
+    """Tokens of each batch size and of the halves of the largest, as ``lldecode.ablate_vllm.own_noise`` reads them."""
     from vllm import SamplingParams
 
     llm.collective_rpc("lldecode_spread_both")
     llm.reset_prefix_cache()
     params = SamplingParams(temperature=0, max_tokens=spec.tokens, ignore_eos=True, detokenize=False, logprobs=2)
-    outputs = {n: llm.generate([{"prompt_token_ids": p} for p in prompts[:n]], params, use_tqdm=False) for n in spec.batches}
-    return {"batches": {str(n): {"prompts": [greedy_output(o.outputs[0]) for o in outs]} for n, outs in outputs.items()}}
+
+    def generate(part: range) -> list[dict[str, Any]]:
+        return [greedy_output(o.outputs[0]) for o in llm.generate([{"prompt_token_ids": prompts[i]} for i in part], params, use_tqdm=False)]
+
+    batches = {str(n): {"prompts": generate(range(n))} for n in spec.batches}
+    again = {str(i): output for part in halves(spec.batches) for i, output in zip(part, generate(part), strict=True)}
+    return {"batches": batches, "again": again}
 
 
 def acceptance(llm: Any, spec: Spec, prompts: Sequence[list[int]], vocabulary: int, topk: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,3 +87,27 @@ def failing(change: Callable[[dict[str, Any]], object]) -> list[str]:
 )
 def test_each_check_can_fail(change: Callable[[dict[str, Any]], object], names: list[str]) -> None:
     assert failing(change) == names
+
+
+def test_each_prompt_is_decoded_in_batches_of_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    runner_up = {2: SimpleNamespace(logprob=-3.0)}
+
+    class Llm:
+        def generate(self, prompts: list[dict[str, list[int]]], *_: object, **__: object) -> list[Any]:
+            asked.append([p["prompt_token_ids"][0] for p in prompts])
+            return [
+                SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1], logprobs=[{1: SimpleNamespace(logprob=-1.0)} | runner_up])])
+                for _ in prompts
+            ]
+
+        def collective_rpc(self, name: str) -> None:
+            asked.append(name)
+
+        def reset_prefix_cache(self) -> None: ...
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    found = bench.greedy(Llm(), SimpleNamespace(tokens=1, batches=[1, 4]), [[i] for i in range(4)])  # type: ignore[arg-type]
+    assert asked == ["lldecode_spread_both", [0], [0, 1, 2, 3], [0, 1], [2, 3]]
+    assert sorted(found["again"]) == ["0", "1", "2", "3"] and len(found["batches"]["4"]["prompts"]) == 4
+    assert found["again"]["3"]["margins"] == [2.0]
