@@ -228,15 +228,16 @@ def test_comment_outside_the_target_is_no_drift_and_a_decorator_is(host):
     assert "changed" in drift(patch)
 
 
-def test_early_bound_copy_is_named(host, feature):
+@pytest.mark.parametrize("applies_in", ["", "vllm"])
+def test_early_bound_copy_is_named(host, feature, applies_in):
     host.write("a", MODULE)
     host.write("user", f"from {host.name}.a import f as mine")
     user, a = host.load("user"), host.load("a")
-    only = host.patch("a:f", tag("x"))
+    only, copy = (dataclasses.replace(host.patch(t, tag("x")), host=applies_in or host.name) for t in ("a:f", "user:mine"))
     with pytest.raises(RefusedError, match=rf"{host.name}\.user bound .*a:f before it was patched: patch {host.name}\.user:mine"):
-        Engine([feature("x", only)], host.name).reconcile(["x"])
+        Engine([feature("x", only)], only.host).reconcile(["x"])
     assert a.f(1) == ("f", 1)
-    both = Engine([feature("x", only, host.patch("user:mine", tag("x")))], host.name)
+    both = Engine([feature("x", only, copy)], only.host)
     both.reconcile(["x"])
     assert a.f(1) == user.mine(1) == ("x", ("f", 1))
 

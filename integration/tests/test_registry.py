@@ -99,7 +99,10 @@ def test_a_feature_that_is_off_is_never_imported(install, only_fakes, environ, t
 def test_wrong_object_or_name_behind_the_entry_point(install, only_fakes):
     install("wrong", good("other"))
     install("worse", "FEATURE = 3")
+    patch = "Patch('torch.x:f', id, 'why', 'never', frozenset({'0' * 16}))"
+    install("lost", f"from lldecode.feature import Feature, Patch\nFEATURE = Feature('lost', 'test', ({patch},))")
     found = survey({})
+    assert "expected patches that apply in vllm or lldecode (Patch.host), got torch" in found["lost"].reason
     assert "expected a Feature named 'wrong'" in found["wrong"].reason
     assert "expected a Feature named 'worse'" in found["worse"].reason
 

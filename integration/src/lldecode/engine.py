@@ -253,8 +253,9 @@ class Engine:
         if not isinstance(original, FunctionType | type):
             return
         ours = {p.target for name, _ in chain for p in self._features[name].patches}
+        packages = self.host, target.split(":")[0].split(".")[0]
         for name, module in list(sys.modules.items()):
-            if name.split(".")[0] != self.host or not isinstance(module, ModuleType):
+            if name.split(".")[0] not in packages or not isinstance(module, ModuleType):
                 continue
             for attr, value in list(vars(module).items()):
                 if value is original and f"{name}:{attr}" not in ours:

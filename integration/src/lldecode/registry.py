@@ -61,6 +61,8 @@ def load(entry_point: importlib.metadata.EntryPoint) -> Feature | str:
         return f"failed to import: {failure(e)}"
     if not isinstance(feature, Feature) or feature.name != entry_point.name:
         return f"{entry_point.value}: expected a Feature named {entry_point.name!r}, got {feature!r}"
+    if other := sorted({p.host for p in feature.patches} - {"vllm", "lldecode"}):
+        return f"{entry_point.value}: expected patches that apply in vllm or lldecode (Patch.host), got {other[0]}"
     return feature
 
 

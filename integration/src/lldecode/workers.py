@@ -46,7 +46,7 @@ def run(
     outcomes: dict[str, Outcome],
     timeout: float,
 ) -> None:
-    """Start the workers, and when all have started let one after the other measure. None outlives the call.
+    """Start the workers, and when all have started let one after the other measure. No process of their groups outlives the call.
 
     Args:
         commands: by name, a command, to which the directory is added, and its environment.
@@ -114,7 +114,7 @@ def _end(processes: Collection[subprocess.Popen[Any]]) -> None:
 
 def _signal(processes: Collection[subprocess.Popen[Any]], number: signal.Signals, seconds: float) -> None:
     """Send their groups a signal, then wait until nothing is left of them, or so many seconds."""
-    groups = {process.pid for process in processes}
+    groups = {process.pid for process in processes} & _groups()  # one that is gone may by now be another's
     for group in groups:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, number)
