@@ -103,19 +103,23 @@ def converted(target: str) -> list[torch.Tensor]:
     return list(held(target)(*args, indices, BLOCK_SIZE=64, NUM_TOPK_TOKENS=128, return_valid_counts=True))
 
 
-def inductor_config(**user: object) -> dict[str, object]:
-    from vllm.compilation.compiler_interface import set_inductor_config
-    from vllm.config.utils import Range
+def inductor_config(user: dict[str, object], **model: object) -> dict[str, object]:
+    """What vLLM's backend gives Inductor for a model, of what :data:`FEATURE` adds."""
+    from vllm.compilation.backends import VllmBackend
+    from vllm.config import CompilationConfig
 
-    set_inductor_config(user, Range(1, 8))
-    return user
+    compilation = CompilationConfig(mode=3, backend="inductor", inductor_compile_config=user)
+    config = SimpleNamespace(compilation_config=compilation, model_config=SimpleNamespace(hf_config=SimpleNamespace(**model)))
+    found = VllmBackend(config).inductor_config  # type: ignore[arg-type]
+    assert compilation.inductor_compile_config is not found
+    return {name: found[name] for name in ("triton.enable_pdl", "aot_inductor.metadata") if name in found}
 
 
 def main() -> None:
     engine = Engine([FEATURE])
     at_load(engine)
     import torch._inductor.codegen.triton
-    import vllm.compilation.compiler_interface
+    import vllm.compilation.backends
     import vllm.models.deepseek_v32.nvidia.attention
     import vllm.models.deepseek_v32.nvidia.mtp
     import vllm.v1.attention.backends.mla.flashattn_mla_sparse
@@ -130,7 +134,11 @@ def main() -> None:
         "replaced": all(f.__wrapped__ is not f for f in on.values()),
         "rows": query_rows([3, -1, 70]),
         "profile": query_rows(None),
-        "inductor": [inductor_config(), inductor_config(**{"triton.enable_pdl": False})],
+        "inductor": [
+            inductor_config({}, index_topk=2048),
+            inductor_config({"triton.enable_pdl": False}, index_topk=2048),
+            inductor_config({}, hidden_size=4096),
+        ],
     }
     ours = eh_input(), {t: converted(t) for t in conversions}
     out["declined"] = declined()
@@ -142,7 +150,7 @@ def main() -> None:
     originals = {t: getattr(utils if t in conversions else kernels, t.split(":")[1], on[t].__wrapped__) for t in TARGETS}
     out["off"] = {
         "identical": all(held(t) is originals[t] is on[t].__wrapped__ for t in TARGETS),
-        "inductor": inductor_config(),
+        "inductor": inductor_config({}, index_topk=2048),
         "rows": query_rows([3, -1, 70]),
         "profile": query_rows(None),
     }

@@ -346,7 +346,7 @@ from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.utils import run_and_get_code
 
 import lldecode_pdl.op
-from lldecode_pdl.vllm import FEATURE
+from lldecode_pdl.vllm import _MARK, FEATURE
 
 for p in FEATURE.patches:
     if p.module == TritonKernel.__module__:
@@ -363,7 +363,8 @@ def step(x, weight, positions):
 torch.manual_seed(0)
 torch.set_default_device("cuda")
 x, weight, positions = torch.randn(4, 4096).bfloat16(), torch.ones(4096).bfloat16(), torch.arange(4)
-with torch._inductor.config.patch({"triton.enable_pdl": True, "force_disable_caches": True, "deterministic": True}):
+ours = {"triton.enable_pdl": True, "aot_inductor.metadata": _MARK}
+with torch._inductor.config.patch(ours | {"force_disable_caches": True, "deterministic": True}):
     compiled = torch.compile(step, fullgraph=True)
     results, (code,) = run_and_get_code(compiled, x, weight, positions)
 kernels = re.findall(r"^def triton_.*?^'''", code, re.M | re.S)

@@ -14,6 +14,7 @@ from lldecode.engine import Engine
 from lldecode.feature import Context, Feature, Patch, declined
 from lldecode.testing_vllm import run_vllm
 from lldecode_pdl import reference
+from lldecode_pdl.vllm import _MARK as MARK
 from lldecode_pdl.vllm import FEATURE
 
 wraps = {p.target: p.wrap for p in FEATURE.patches}
@@ -57,20 +58,43 @@ def test_mtp_layer_and_backends_compute_the_same(seam: dict[str, Any]) -> None:
 
 
 @pytest.mark.vllm
-def test_compiled_models_launch_with_pdl_unless_the_user_says_otherwise(seam: dict[str, Any]) -> None:
-    assert seam["on"]["inductor"] == [{"triton.enable_pdl": True}, {"triton.enable_pdl": False}] and seam["off"]["inductor"] == {}
+def test_compiled_sparse_models_launch_with_pdl_unless_the_user_says_otherwise(seam: dict[str, Any]) -> None:
+    default, refused, dense = seam["on"]["inductor"]
+    assert default == {"triton.enable_pdl": True, "aot_inductor.metadata": MARK}
+    assert refused["triton.enable_pdl"] is False
+    assert dense == seam["off"]["inductor"] == {}
 
 
-@pytest.mark.parametrize("on", [True, False])
-def test_a_generated_kernel_begins_with_the_launch_and_the_wait(on: bool) -> None:
+@pytest.mark.parametrize("metadata", [MARK, {}], ids=["ours", "other"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_generated_kernel_begins_with_the_launch_and_the_wait(metadata: dict[str, str], enabled: bool) -> None:
+    from torch._inductor import config
     from torch._inductor.codegen.triton import TritonKernel
 
     start, wait, other = TritonKernel.GDC_LAUNCH, TritonKernel.GDC_WAIT, object()
-    pdl = [f"  {wait}", f"  {start}"] if on else []
-    code = SimpleNamespace(_lines=["  a", *pdl[:1], "  load", other, *pdl, "  load", *pdl[1:], "  store"])
-    kernel = SimpleNamespace(GDC_LAUNCH=start, GDC_WAIT=wait, _enable_pdl_codegen=lambda: on)
-    wraps["torch._inductor.codegen.triton:TritonKernel._filter_pdl"](TritonKernel._filter_pdl)(kernel, code)
-    assert code._lines == [*([start, wait] if on else []), "  a", "  load", other, "  load", "  store"]
+    pdl = [f"  {wait}", f"  {start}"] if enabled else []
+    lines = ["  a", *pdl[:1], "  load", other, *pdl, "  load", *pdl[1:], "  store"]
+    stock, code = SimpleNamespace(_lines=[*lines]), SimpleNamespace(_lines=[*lines])
+    kernel = SimpleNamespace(GDC_LAUNCH=start, GDC_WAIT=wait, _enable_pdl_codegen=lambda: enabled)
+    TritonKernel._filter_pdl(kernel, stock)  # type: ignore[arg-type]
+    with config.patch({"aot_inductor.metadata": metadata}):
+        wraps["torch._inductor.codegen.triton:TritonKernel._filter_pdl"](TritonKernel._filter_pdl)(kernel, code)
+    assert code._lines == ([start, wait, "  a", "  load", other, "  load", "  store"] if enabled and metadata else stock._lines)
+
+
+def test_pytorchs_own_caches_tell_our_kernels_from_its_own() -> None:
+    from torch._inductor import config
+    from torch._inductor.codecache import compiled_fx_graph_hash
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = torch.ones(4)
+    graph = make_fx(lambda x: (x + 1,))(x)
+
+    def key(**patches: object) -> str:
+        with config.patch({"triton.enable_pdl": True} | patches):
+            return compiled_fx_graph_hash(graph, [x], {}, [])[0]  # type: ignore[arg-type]
+
+    assert key() == key() != key(**{"aot_inductor.metadata": MARK})
 
 
 class Original:

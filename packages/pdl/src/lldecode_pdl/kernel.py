@@ -230,9 +230,7 @@ def _rows(x: Tensor | None) -> tuple[Tensor | None, int]:
 
 def _paged(cache: Tensor | None) -> tuple[Tensor | None, int, int, int]:
     """Its bytes, its slots, and the strides of a block and of an entry."""
-    if cache is None:
-        return None, 0, 0, 0
-    return cache.view(torch.uint8), cache.shape[0] * cache.shape[1], cache.stride(0), cache.stride(1)
+    return (None, 0, 0, 0) if cache is None else (cache.view(torch.uint8), cache.shape[:2].numel(), cache.stride(0), cache.stride(1))
 
 
 def _options(pdl: bool) -> dict[str, bool]:
@@ -252,11 +250,9 @@ def fused_norm_rope(
     fused_norm_rope_kernel[(len(q_c), 2 if index_k is None else 4)](
         positions, None if mla_kv_cache is None else slot_mapping, *_rows(q_c), q_weight, q_eps, *_rows(q_out),
         *_rows(kv_c), kv_weight, kv_eps, *_rows(k_pe), *_rows(cos_sin_cache), *_paged(mla_kv_cache), mla_k_scale,
-        *_rows(index_k), index_k_weight, index_k_bias, index_k_eps, *_rows(index_cos_sin_cache),
-        *_paged(indexer_k_cache)[:3], *_rows(topk_indices),
-        Q_DIM=q_c.shape[1], Q_BLOCK=triton.next_power_of_2(q_c.shape[1]),
+        *_rows(index_k), index_k_weight, index_k_bias, index_k_eps, *_rows(index_cos_sin_cache), *_paged(indexer_k_cache)[:3],
+        *_rows(topk_indices), Q_DIM=q_c.shape[1], Q_BLOCK=triton.next_power_of_2(q_c.shape[1]), DS_MLA=mla_kv_cache_dtype == "fp8_ds_mla",
         MLA_BLOCK_SIZE=0 if mla_kv_cache is None else mla_kv_cache.shape[1], KV_DIM=kv_c.shape[1], KV_HALF=k_pe.shape[1] // 2,
-        DS_MLA=mla_kv_cache_dtype == "fp8_ds_mla",
         K_BLOCK_SIZE=0 if indexer_k_cache is None else indexer_k_cache.shape[1], K_HALF=0 if index_k is None else index_k.shape[1] // 4,
         INTERLEAVE=index_rope_interleave, TOPK=topk, TOPK_BLOCK=triton.next_power_of_2(topk), **_options(pdl),
     )

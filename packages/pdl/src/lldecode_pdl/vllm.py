@@ -1,6 +1,6 @@
 """Seams in vLLM 0.26.0: the names under which importing modules hold ``fused_norm_rope``, ``fused_eh_norm`` and the index conversion.
 
-Where vLLM compiles a model, the kernels that Inductor generates launch as programmatic dependents, too (``triton.enable_pdl``).
+Where vLLM compiles a model with ``index_topk``, the kernels that Inductor generates launch as programmatic dependents, too.
 """
 
 import functools
@@ -72,30 +72,35 @@ def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
     return triton_convert_req_index_to_global_index
 
 
-def _inductor_config(original: Callable[..., None]) -> Callable[..., None]:
+def _backend(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def set_inductor_config(config: dict[str, Any], *args: Any) -> None:
-        original(config, *args)
-        config.setdefault("triton.enable_pdl", True)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        if hasattr(vllm_config.model_config.hf_config, "index_topk"):
+            self.inductor_config = {"triton.enable_pdl": True} | self.inductor_config | {"aot_inductor.metadata": _MARK}
 
-    return set_inductor_config
+    return __init__
 
 
-def _inductor_body(original: Callable[..., None]) -> Callable[..., None]:
+def _body(original: Callable[..., None]) -> Callable[..., None]:
     """A generated kernel lets its dependents start and waits, whatever it reads, before anything else.
 
-    PyTorch 2.11 lets them start after the last load, too late for the next GEMM to load its weights meanwhile. It waits only before reads
-    of what the kernel just before wrote, on the premise that this one had waited before it let go; none that goes by the above does.
+    PyTorch 2.11 lets them start after the last load, too late for the next GEMM to load its weights meanwhile, and waits after those loads
+    that the kernel just before did not write, on the premise that this one had waited before it let go: none that goes by the above does.
     """
 
     @functools.wraps(original)
     def _filter_pdl(self: Any, code: Any) -> None:
-        start = [self.GDC_LAUNCH, self.GDC_WAIT] if self._enable_pdl_codegen() else []
-        code._lines = start + [line for line in code._lines if not (isinstance(line, str) and line.strip() in start)]
+        original(self, code)
+        ours = torch._inductor.config.aot_inductor.metadata == _MARK and self._enable_pdl_codegen()
+        start = [self.GDC_LAUNCH, self.GDC_WAIT] if ours else []
+        code._lines = start + [line for line in code._lines if str(line).strip() not in start]
 
     return _filter_pdl
 
 
+# Of Inductor's config, so of the key of PyTorch's own caches, which do not see the body: another body takes another mark.
+_MARK = {NAME: "launch, wait, body"}
 _DSA = "vllm.models.deepseek_v32.nvidia"
 _BACKENDS = "vllm.v1.attention.backends.mla"
 _NEVER = "vLLM launches this kernel with PDL (0.33.0 does not)"
@@ -120,8 +125,8 @@ FEATURE = Feature(
             _patch(f"{_BACKENDS}.{module}:triton_convert_req_index_to_global_index", _convert, _NEVER, "691cce89be0b63bc")
             for module in ("flashinfer_mla_sparse", "flashinfer_mla_sparse_sm120", "flashmla_sparse", "flashattn_mla_sparse")
         ),
-        _patch("vllm.compilation.compiler_interface:set_inductor_config", _inductor_config, _INDUCTOR, "4a8224c83f546108"),
-        _patch("torch._inductor.codegen.triton:TritonKernel._filter_pdl", _inductor_body, _INDUCTOR, "e6155db14425e19c", host="vllm"),
+        _patch("vllm.compilation.backends:VllmBackend.__init__", _backend, _INDUCTOR, "fec60ab5c401b5f3"),
+        _patch("torch._inductor.codegen.triton:TritonKernel._filter_pdl", _body, _INDUCTOR, "e6155db14425e19c", host="vllm"),
         _patch("lldecode.layer:fused_norm_rope", _norm_rope, "with the feature"),
         _patch("lldecode.layer:triton_convert_req_index_to_global_index", _convert, "with the feature"),
     ),
