@@ -23,7 +23,7 @@ from lldecode_skinny_gemm import op
 logger = logging.getLogger("lldecode")
 NAME = "skinny-gemm"
 _layers = os.environ.get("LLDECODE_SKINNY_GEMM_LAYERS", "").strip()
-LAYERS = f"*,!*shared_expert*,{_layers}" if _layers[:1] in ("", "!") else _layers
+LAYERS = (f"*,!*shared_expert*,{_layers}" if _layers[:1] in ("", "!") else _layers).strip(",")
 """Comma-separated patterns of module names (``*.eh_proj``) that may be taken, with ``!`` that may not; the last that matches decides.
 
 An empty list is the default, and one that begins with ``!`` goes on from it.
