@@ -109,7 +109,7 @@ _INDUCTOR = "vLLM compiles with triton.enable_pdl, and Inductor's kernels wait w
 
 def _patch(target: str, wrap: Callable[[Any], Any], remove_when: str, *expects: str, host: str = "") -> Patch:
     # Innermost: these replace a kernel, and what other features wrap around the call must stay around it.
-    return Patch(target, wrap, "launches as a programmatic dependent", remove_when, frozenset(expects), -1, host)
+    return Patch(target, wrap, "programmatic dependent launch", remove_when, frozenset(expects), -1, host)
 
 
 FEATURE = Feature(
