@@ -58,11 +58,12 @@ def test_cases_of_calls_alone_are_summarized_apart():
 
 
 def test_an_ablation_is_a_table_of_its_rows(tmp_path):
-    columns = ["combo", "batch", "us_p50", "ok", "unit", "gpu", "vllm", "utc"]
+    columns = ["combo", "batch", "us_p50", "ok", "features", "unit", "gpu", "vllm", "utc"]
     same = {"unit": "µs a token", "gpu": "G", "vllm": "0", "utc": "2026-01-02T03:04:05Z"}
     found = [("none", 4, 4000.4, True), ("none", 16, 8000.0, True), ("x", 4, 3800.0, True), ("x", 16, 8080.0, False), ("y", 4, None, False)]
     found += [("all", 4, 3000.0, True), ("all", 16, None, False), ("y", 16, None, False)]
-    rows = [dict(zip(columns, row, strict=False)) | same for row in found]
+    features = {"none": "", "x": "x", "y": "y", "all": "x,y"}
+    rows = [dict(zip(columns, (*row, features[row[0]]), strict=False)) | same for row in found]
     bench.write_table(tmp_path / figures.ENGINE / "h.csv", columns, rows)
     table = figures.render("<!-- figures: h.csv -->\n<!-- end figures -->", tmp_path).splitlines()[1:-1]
     assert table == [
@@ -70,7 +71,7 @@ def test_an_ablation_is_a_table_of_its_rows(tmp_path):
         "|---|---|---|",
         "| none | 4,000 | 8,000 |",
         "| x | 3,800 (-5.0 %) | 8,080 (+1.0 %), tokens differ |",
-        "| all | 3,000 (-25.0 %) | not timed |",
+        "| x + y | 3,000 (-25.0 %) | not timed |",
         "",
         "P50 in µs a token; G, vLLM 0, measured 2026-01-02.",
     ]

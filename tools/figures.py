@@ -76,7 +76,8 @@ def ablation(rows: Iterable[Mapping[str, str]]) -> str:
     lines = [f"| features | {' | '.join(f'batch {n}' for n in sizes)} |", "|---" * (1 + len(sizes)) + "|"]
     for combo, sized in by.items():
         if any(row["us_p50"] for row in sized.values()):
-            lines.append(f"| {combo} | {' | '.join(cell(sized[n]) for n in sizes)} |")
+            label = next(iter(sized.values()))["features"].replace(",", " + ") or combo
+            lines.append(f"| {label} | {' | '.join(cell(sized[n]) for n in sizes)} |")
     last = by["none"][sizes[0]]
     return "\n".join([*lines, "", f"P50 in {unit}; {last['gpu']}, vLLM {last['vllm']}, measured {last['utc'][:10]}."]) + "\n"
 
