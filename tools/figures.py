@@ -32,24 +32,26 @@ def summary(rows: Iterable[Row]) -> str:
 
     Cases that end in ``alone`` (no call overlaps another) are summarized apart from the others.
     """
-    by: dict[tuple[str, str, str], dict[str, Row]] = {}
+    by: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
-        by.setdefault((row.gpu, row.provider, ", alone" if row.case.endswith(" alone") else ""), {})[row.case] = row
+        by.setdefault((row.gpu, row.provider), {})[row.case] = row
     lines = ["| GPU | peer | cases | geometric mean | least | most |", "|---|---|---|---|---|---|"]
-    for (gpu, provider, alone), theirs in sorted(by.items()):
-        ours = by.get((gpu, "lldecode", alone), {})
-        ratios = {case: theirs[case].us_p50 / ours[case].us_p50 for case in theirs.keys() & ours.keys()}
-        if provider == "lldecode" or not ratios:
-            continue
-        mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-        (low, low_case), (high, high_case) = (f((v, k) for k, v in ratios.items()) for f in (min, max))
-        lines.append(f"| {gpu} | {provider}{alone} | {len(ratios)} | {mean:.2f}x | {low:.2f}x ({low_case}) | {high:.2f}x ({high_case}) |")
+    for (gpu, provider), theirs in sorted(by.items()):
+        ours = by.get((gpu, "lldecode"), {})
+        for alone in (False, True):
+            cases = [case for case in theirs.keys() & ours.keys() if case.endswith(" alone") == alone]
+            if provider == "lldecode" or not cases:
+                continue
+            ratios = {case: theirs[case].us_p50 / ours[case].us_p50 for case in cases}
+            mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+            (low, low_case), (high, high_case) = (f((v, k) for k, v in ratios.items()) for f in (min, max))
+            peer = f"{provider}, alone" if alone else provider
+            lines.append(f"| {gpu} | {peer} | {len(ratios)} | {mean:.2f}x | {low:.2f}x ({low_case}) | {high:.2f}x ({high_case}) |")
     if len(lines) == 2:
         return "Not measured yet.\n"
-    for gpu in sorted({gpu for gpu, *_ in by}):
-        compared = {case for (g, provider, _), rows in by.items() if g == gpu and provider != "lldecode" for case in rows}
-        ours = {case: row for (g, provider, _), rows in by.items() if (g, provider) == (gpu, "lldecode") for case, row in rows.items()}
-        single = [row.us_p50 for case, row in ours.items() if case not in compared]
+    for gpu in sorted({gpu for gpu, _ in by}):
+        compared = {case for (g, provider), rows in by.items() if g == gpu and provider != "lldecode" for case in rows}
+        single = [row.us_p50 for case, row in by.get((gpu, "lldecode"), {}).items() if case not in compared]
         if single:
             lines += ["", f"{gpu}: {len(single)} more cases without a peer, {min(single):.2f} to {max(single):.2f} us."]
     any_row = max((r for rows in by.values() for r in rows.values()), key=lambda r: natural(r.utc))
