@@ -155,7 +155,7 @@ class Kernel:
         except FileNotFoundError:
             return None
         except Exception as e:
-            _warn_once(f"{self.name}: compiling again: {path}: {_one_line(e)}")
+            _warn_once(f"{self.name}: compiling again: {path}: {one_line(e)}")
             return None
         _stats["loaded"] += 1
         logger.debug("%s: loaded %s", self.name, path)
@@ -327,7 +327,7 @@ def _warn_once(message: str) -> None:
         logger.warning("%s", message)
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """The DSL's errors are coloured paragraphs."""
     return " ".join([f"{type(error).__name__}:", *re.sub(r"\x1b\[[\d;]*m", "", str(error)).split()])
 
@@ -342,7 +342,7 @@ def _probe() -> str | None:
         arch = _arch(torch.device("cuda", torch.cuda.current_device()))
         _load(_export(_compile_trivial, None, arch))
     except Exception as e:
-        return _one_line(e)
+        return one_line(e)
     return None
 
 

@@ -114,16 +114,27 @@ def operands(gemm: Gemm, copies: int) -> tuple[Tensor, list[Tensor]]:
 def measure(tuner: Tuner, gemm: Gemm, rounds: int = ROUNDS) -> dict[str, dict[str, Any]]:
     """The plan of a product, by M, on the current device with cold weights.
 
-    Each call is timed alone, from launch to end (`between` of :func:`lldecode.bench.interleaved`), after a kernel that writes the
-    activations. So it is in a decode step of vLLM: the kernel before, a norm or an elementwise one, lets no dependent start early, and
-    the one after starts when the GEMM has ended. In a chain of GEMMs with programmatic dependent launch each hides its start behind
-    the one before, and variants would win that leave room for a neighbour that is not there.
-
-    What is less exact against fp64 than twice the baseline, or writes NaN, is left out with a warning.
+    Each call is timed by :func:`time_alone`. What is less exact against fp64 than twice the baseline, or writes NaN, is left out with a
+    warning.
     """
     x, weights = operands(gemm, bench.cold_copies(gemm.batch * gemm.n * gemm.k * 2))
     exact = x.double() @ weights[0].double().mT
     return {str(m): _measure(tuner, gemm, x[:, :m], weights, exact[:, :m], rounds) for m in plan.SIZES}
+
+
+def time_alone(calls: Mapping[str, Sequence[Callable[[], object]]], x: Tensor, rounds: int) -> dict[str, list[float]]:
+    """:func:`lldecode.bench.interleaved`, each call from launch to end, after a kernel that writes its activations x.
+
+    So it is in a decode step of vLLM: the kernel before, a norm or an elementwise one, lets no dependent start early, and the one after
+    starts when the GEMM has ended. In a chain of GEMMs with programmatic dependent launch each hides its start behind the one before,
+    and variants would win that leave room for a neighbour that is not there. Afterwards x is as it was.
+    """
+    kept = x.clone()
+    try:
+        # A fill reads nothing: reading a source that the weights evicted would count as the call's time.
+        return bench.interleaved(calls, rounds=rounds, between=lambda: x.fill_(1.0))
+    finally:
+        x.copy_(kept)
 
 
 def _measure(tuner: Tuner, gemm: Gemm, x: Tensor, weights: Sequence[Tensor], exact: Tensor, rounds: int) -> dict[str, Any]:
@@ -148,11 +159,7 @@ def _measure(tuner: Tuner, gemm: Gemm, x: Tensor, weights: Sequence[Tensor], exa
         if not (found := error(calls[name])) <= bound:
             logger.warning("%s M=%d: %s is wrong: expected an error of at most %.2e, got %.2e", gemm, m, name, bound, found)
             del calls[name]
-    kept = x.clone()
-    # A fill reads nothing: reading a source that the weights evicted would count as the call's time.
-    thunks = {name: [functools.partial(call, w, out) for w in weights] for name, call in calls.items()}
-    samples = bench.interleaved(thunks, rounds=rounds, between=lambda: x.fill_(1.0))
-    x.copy_(kept)  # the next size has its rows too, and checks them against fp64
+    samples = time_alone({name: [functools.partial(call, w, out) for w in weights] for name, call in calls.items()}, x, rounds)
     took = {name: round(bench.percentiles(s)[1], 3) for name, s in samples.items()}
     us = {name: t for name, t in took.items() if name not in variants}
     own = sorted((t, name) for name, t in took.items() if name in variants)
@@ -191,7 +198,7 @@ def _compile(kernel: str, cfg: Any) -> str | None:
     try:
         pkgutil.resolve_name(kernel).get(cfg, torch.device("cpu"))
     except Exception as e:
-        return jit._one_line(e)
+        return jit.one_line(e)
     return None
 
 

@@ -6,7 +6,7 @@ Without --sweep: times the plan's choices and writes the results CSV. With --swe
 fp64, times them all and rewrites the shipped plan of this GPU, which takes minutes, most of them compiling on all cores.
 Every case is timed twice: in a chain, where each call follows the last one and what is launched with programmatic dependent
 launch starts behind it; and alone (the case ends in `alone`), with an ordinary kernel between the calls whose time is
-subtracted, as `lldecode tune` measures and vLLM's step runs them (`lldecode.bench.interleaved`).
+subtracted, as `lldecode tune` measures and vLLM's step runs them (`lldecode.tune.time_alone`).
 --peers DIR: DIR/vllm033 holds vLLM 0.33.0's `cute_dsl/` folder and quack's `compile_utils.py`, DIR/C.so (optional) is vLLM
 0.26.0's `_C_stable_libtorch.abi3.so`. --dry-run: what would be compiled and measured, for an H200.
 """
@@ -139,10 +139,7 @@ def compare(shape: Gemm, sizes, skinny_033, rounds: int):
                 del calls[name]
         assert errors["lldecode"] < 2 * max(errors.get("cublas", 0), errors.get("torch", 0)) + 1e-6, (shape, m, errors)
         thunks = {n: [lambda w=w, c=c: c(w) for w in weights] for n, c in calls.items()}
-        kept = x.clone()
-        timed = {"": bench.interleaved(thunks, rounds=rounds)}
-        timed[ALONE] = bench.interleaved(thunks, rounds=rounds, between=lambda x=x: x.fill_(1.0))
-        x.copy_(kept)  # the next M has its rows too, and checks them against fp64
+        timed = {"": bench.interleaved(thunks, rounds=rounds), ALONE: tune.time_alone(thunks, x, rounds)}
         moved = nbytes + shape.batch * m * (shape.k + shape.n) * 2
         took = op.choose(device.index, *Gemm.of(weights[0]), m, torch.bfloat16, False, True)[0]
         for situation, samples in timed.items():
