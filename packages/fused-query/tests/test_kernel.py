@@ -161,6 +161,21 @@ def test_every_lane_of_a_row_follows_its_scale(cases, interleave):
     assert cases.differences(case, cases.run_reference(case)) == [0, 0, 0]
 
 
+@pytest.mark.parametrize("interleave", [True, False])
+@pytest.mark.parametrize(("largest", "votes"), [(29.0, 0), (28.0, 2)])
+def test_only_the_maximum_of_a_row_makes_its_scale_doubtful(cases, interleave, largest, votes):
+    """A rotation on a threshold beside another element that is larger, or as large as fp32 makes the rotation."""
+    case = cases.make_case(1, 1, 4, interleave=interleave)
+    case.cos_sin[:, 9], case.cos_sin[:, 32 + 9] = 1, -(2.0**-60)
+    plant(case.q_pe, 9, True, 1, 0)
+    plant(case.index_q, 9, interleave, 1, 0)
+    plant(case.index_q[0, 2], 9, interleave, 28, 1)
+    case.index_q[0, 2, 77] = largest
+    case.index_weights.fill_(1)
+    assert cases.emulate(case, build(dataclasses.replace(FP8, interleave=interleave)).ptx) == votes
+    assert cases.differences(case, cases.run_reference(case)) == [0, 0, 0]
+
+
 def test_a_rotation_that_cancels(cases):
     """p * c - q * s with products that differ in their last bits: the error of an fp32 product is all that is left, or much of it."""
     case = cases.make_case(1, 4, 4)

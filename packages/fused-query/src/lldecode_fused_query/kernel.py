@@ -133,9 +133,9 @@ def _abs_max(values: list[Any]) -> Any:
     return functools.reduce(lambda a, b: _ptx(ABS_MAX, 1, a, b), values)
 
 
-def _row_scale(*quarters: Any) -> Any:
-    """Scale and inverse of a row that eight lanes share, from a quarter of the largest absolute values."""
-    return _ptx(UE8M0, 2, cute.arch.warp_reduction(cute.arch.fmax(*quarters), cute.arch.fmax, threads_in_group=8))
+def _row_max(*values: Any) -> Any:
+    """Of a row that eight lanes share, from each lane's largest absolute values."""
+    return cute.arch.warp_reduction(cute.arch.fmax(*values), cute.arch.fmax, threads_in_group=8)
 
 
 def _packed(code: str, values: list[Any], inverse: Any = None, margin: float = 0) -> list[Any]:
@@ -244,15 +244,16 @@ class _FusedQuery:
         terms = _terms([x for regs in rotary for x in _floats(regs)], cos, sin, self.cfg.interleave)
         turned = [_ptx(ROTATE, 1, *t) for t in terms]
         turned_max, rest_max = _abs_max(turned) * 0.25, _abs_max(rest) * 0.25
-        result = cute.make_rmem_tensor(2, Float32)
-        result[0], result[1] = _row_scale(turned_max, rest_max)
+        row_max, result = _row_max(turned_max, rest_max), cute.make_rmem_tensor(2, Float32)
+        result[0], result[1] = _ptx(UE8M0, 2, row_max)
         out, doubt = _packed(BOTH_FP8X4, turned, result[1], 2.0**-22)
-        # Within 8 ulp of a threshold of the scale: then every lane of the row is in doubt, as each rounded for this scale.
-        if cute.arch.vote_any_sync(((turned_max.bitcast(Int32) + 0x200008) & 0x7FFFFF) < 16):
+        bits = turned_max.bitcast(Int32)
+        # The row's largest, within 8 ulp of a threshold of the scale: every lane is in doubt, as each rounded for this scale.
+        if cute.arch.vote_any_sync((((bits + 0x200008) & 0x7FFFFF) < 16) & (bits + 8 >= row_max.bitcast(Int32))):
             doubt.fill(Uint32(0xFFFFFFFF))
         if _any(doubt):
             quarters = _settled([x * 0.25 for x in turned], terms, doubt, _constant(4.0), _constant(0.25))
-            result[0], result[1] = _row_scale(_abs_max(quarters), rest_max)
+            result[0], result[1] = _ptx(UE8M0, 2, _row_max(_abs_max(quarters), rest_max))
             cute.autovec_copy(_packed(TO_FP8X4, [x * (4.0 * result[1]) for x in quarters])[0], out)
         if head <= last:
             row_out = _row(mOut, token, head)
