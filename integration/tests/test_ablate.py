@@ -928,7 +928,8 @@ def test_speculation_needs_more_room(engine, monkeypatch):
     for extra in ("{}", '{"speculative_config": {"num_speculative_tokens": 3}}'):
         with pytest.raises(SystemExit):
             run(*VLLM, "--input-len", "100", "--output-len", "10", "--rounds", "2", "--engine-args", extra)
-    assert rooms == [100 + 16 + 20 + 2 * 2, 100 + 4 * (16 + 20 + 2 * 2)]
+    needed = [100 + 16 + 20 + 2 * 2, 100 + 4 * (16 + 20 + 2 * 2)]
+    assert rooms == [-(-n // 128) * 128 for n in needed]  # an odd number of 64-token blocks stops vLLM with speculation
 
 
 def test_default_run_fits_its_time_budget(add, capsys):
