@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lldecode.bench import Row, natural, read_csv
+from lldecode.tune import SITUATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- figures: ([\w.-]+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
@@ -30,7 +31,7 @@ def results(feature: str, root: Path = ROOT) -> list[Row]:
 def summary(rows: Iterable[Row]) -> str:
     """Markdown: for each GPU and peer, how many times faster lldecode is than it over the cases that both ran.
 
-    Cases that end in ``alone`` (no call overlaps another) are summarized apart from the others.
+    Cases that end in another situation than the chain (``lldecode.tune.SITUATIONS``) are summarized apart.
     """
     by: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
@@ -38,14 +39,14 @@ def summary(rows: Iterable[Row]) -> str:
     lines = ["| GPU | peer | cases | geometric mean | least | most |", "|---|---|---|---|---|---|"]
     for (gpu, provider), theirs in sorted(by.items()):
         ours = by.get((gpu, "lldecode"), {})
-        for alone in (False, True):
-            cases = [case for case in theirs.keys() & ours.keys() if case.endswith(" alone") == alone]
+        for situation in SITUATIONS:
+            cases = [case for case in theirs.keys() & ours.keys() if _situation(case) == situation]
             if provider == "lldecode" or not cases:
                 continue
             ratios = {case: theirs[case].us_p50 / ours[case].us_p50 for case in cases}
             mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
             (low, low_case), (high, high_case) = (f((v, k) for k, v in ratios.items()) for f in (min, max))
-            peer = f"{provider}, alone" if alone else provider
+            peer = provider if situation == "chain" else f"{provider}, {situation}"
             lines.append(f"| {gpu} | {peer} | {len(ratios)} | {mean:.2f}x | {low:.2f}x ({low_case}) | {high:.2f}x ({high_case}) |")
     if len(lines) == 2:
         return "Not measured yet.\n"
@@ -58,6 +59,11 @@ def summary(rows: Iterable[Row]) -> str:
     lines.append("")
     lines.append(f"Speedup at p50; source {any_row.src_sha}, torch {any_row.torch}, measured {any_row.utc[:10]}.")
     return "\n".join(lines) + "\n"
+
+
+def _situation(case: str) -> str:
+    last = case.rpartition(" ")[2]
+    return last if last in SITUATIONS else "chain"
 
 
 def ablation(rows: Iterable[Mapping[str, str]]) -> str:

@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 import torch
 
-from lldecode import cli, jit, plan, tune
+from lldecode import bench, cli, jit, plan, tune
 from lldecode.plan import Gemm, Plans
 from lldecode.tune import MODELS, Tuner, products
 
@@ -73,7 +73,8 @@ def fast(monkeypatch):
     """What takes a case, and in what order, is the harness's business; here the first own variant always takes half."""
 
     def interleaved(calls, rounds, between):
-        between()
+        if between:
+            between()
         return {name: [2.0 if name == "cublas" else 1.0] * rounds for name in calls}
 
     monkeypatch.setattr(tune.bench, "interleaved", interleaved)
@@ -159,6 +160,14 @@ def test_the_fastest_of_several_variants_is_the_plans(tuner, monkeypatch):
     assert tune.measure(several, Gemm(16, 64)) == {"1": found, "8": found}
 
 
+def test_what_counts_is_the_mean_of_all_situations(tuner, monkeypatch):
+    took = {"cublas": iter([3.0, 3.0, 3.0] * 2), "(8, 1)": iter([1.0, 1.0, 4.0] * 2), "(9, 1)": iter([2.0, 2.0, 1.4] * 2)}
+    monkeypatch.setattr(tune.bench, "interleaved", lambda calls, rounds, between: {name: [next(took[name])] for name in calls})
+    two = dataclasses.replace(tuner, configs=lambda sms, g, m: {(n, 1): ("right", n) for n in (8, 9)})
+    found = {"choice": ["lldecode", [9, 1]], "us": {"cublas": 3.0, "lldecode": 1.8}}
+    assert tune.measure(two, Gemm(16, 64)) == {"1": found, "8": found}
+
+
 def test_what_is_timed_goes_through_all_copies_of_the_weight(tuner, monkeypatch):
     read = []
 
@@ -177,13 +186,14 @@ def test_what_is_timed_goes_through_all_copies_of_the_weight(tuner, monkeypatch)
     assert len({weight.data_ptr() for weight in read}) == len(read) == 3
 
 
-def test_each_call_is_timed_after_a_kernel_that_writes_its_activations(tuner, monkeypatch):
+def test_the_kernel_between_writes_the_activations_and_they_come_back(tuner, monkeypatch):
     ran, read = [], []
 
     def interleaved(calls, rounds, between):
-        ran.append(read[0].clone())
-        between()
-        ran.append(read[0].clone())
+        ran.append((between is None, read[0].clone()))
+        if between is not None:
+            between()
+            assert (read[0] == 1).all()
         return {name: [1.0] for name in calls}
 
     def providers(g, x):
@@ -192,11 +202,46 @@ def test_each_call_is_timed_after_a_kernel_that_writes_its_activations(tuner, mo
 
     monkeypatch.setattr(tune.bench, "interleaved", interleaved)
     tune.measure(dataclasses.replace(tuner, providers=providers), Gemm(16, 24, 2, True))
-    (one, one_written), (eight, eight_written) = ran[:2], ran[2:]
+    assert [chain for chain, _ in ran] == [situation == "chain" for situation in tune.SITUATIONS] * 2
+    one, eight = ran[0][1], ran[3][1]
     assert (one.shape, eight.shape) == ((2, 1, 24), (2, 8, 24))
-    assert all((written == written[0, 0, 0]).all() for written in (one_written, eight_written))
-    assert not (one == one[0, 0, 0]).all()
     assert torch.equal(eight[:, :1], one)  # what was written is gone again: the next size is checked against fp64
+    assert not (one == 1).all()
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_the_neighbour_lets_go_before_it_waits_and_waits_before_it_writes(arch):
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from lldecode.neighbour import neighbour_kernel
+
+    types = {
+        "x_ptr": "*bf16",
+        "one": "fp32",
+        **dict.fromkeys(("rows", "k", "stride_batch", "stride_row", "spin"), "i32"),
+        "BLOCK": "constexpr",
+    }
+    source = triton.compiler.ASTSource(neighbour_kernel, types, {"BLOCK": 2048})
+    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"launch_pdl": True}).asm["ptx"]
+    marks = ("griddepcontrol.launch_dependents", "griddepcontrol.wait", "fma.rn.f32", "st.global")
+    assert sorted(marks, key=ptx.index) == list(marks)
+    assert "ld.global" not in ptx
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 1, 6144), (1, 32, 14336), (8, 6, 192)])
+def test_the_neighbour_fills_strided_rows_in_about_two_microseconds(shape):
+    from lldecode.neighbour import launch
+
+    batch, rows, k = shape
+    whole = torch.zeros(batch, 40, k + 8, dtype=torch.bfloat16, device="cuda")
+    x = whole[:, :rows, :k]
+    launch(x)
+    assert (x == 1).all()
+    assert whole.sum(dtype=torch.float64).item() == x.numel()
+    (us,) = bench.interleaved({"neighbour": [lambda: launch(x)] * 100}, rounds=5).values()
+    assert 1 < bench.percentiles(us)[1] < 5, us
 
 
 def test_no_candidate_is_no_reason_to_leave_the_baseline(tuner, fast):

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import pkgutil
 import signal
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,16 @@ logger = logging.getLogger("lldecode.tune")
 ENTRY_POINT_GROUP = "lldecode.tuners"
 
 ROUNDS = 7
-"""Samples of each candidate."""
+"""Samples of each candidate in each situation."""
+
+SITUATIONS = ("chain", "behind", "alone")
+"""What is around a call when it is timed, since what is fastest depends on it, and a decode step has all three.
+
+``chain``: the same kernel, as o_proj follows the absorbed product: with programmatic dependent launch (PDL) its start hides behind the end
+of the one before, and variants win that leave room for a neighbour. ``behind``: a kernel that lets it start at once and goes on for about
+2 us, as a norm does with lldecode-pdl: variants win that have many weights under way. ``alone``: an ordinary kernel, as vLLM's own are;
+it runs from launch to end.
+"""
 
 _SHARED = dict(kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128, moe_intermediate_size=2048, n_shared_experts=1)
 _GLM52 = dict(hidden_size=6144, intermediate_size=12288, vocab_size=154880, num_attention_heads=64, index_n_heads=32)
@@ -114,27 +124,39 @@ def operands(gemm: Gemm, copies: int) -> tuple[Tensor, list[Tensor]]:
 def measure(tuner: Tuner, gemm: Gemm, rounds: int = ROUNDS) -> dict[str, dict[str, Any]]:
     """The plan of a product, by M, on the current device with cold weights.
 
-    Each call is timed by :func:`time_alone`. What is less exact against fp64 than twice the baseline, or writes NaN, is left out with a
-    warning.
+    Of each provider the mean over :data:`SITUATIONS` counts, in microseconds. What is less exact against fp64 than twice the baseline, or
+    writes NaN, is left out with a warning.
     """
     x, weights = operands(gemm, bench.cold_copies(gemm.batch * gemm.n * gemm.k * 2))
     exact = x.double() @ weights[0].double().mT
     return {str(m): _measure(tuner, gemm, x[:, :m], weights, exact[:, :m], rounds) for m in plan.SIZES}
 
 
-def time_alone(calls: Mapping[str, Sequence[Callable[[], object]]], x: Tensor, rounds: int) -> dict[str, list[float]]:
-    """:func:`lldecode.bench.interleaved`, each call from launch to end, after a kernel that writes its activations x.
+def time_calls(calls: Mapping[str, Sequence[Callable[[], object]]], x: Tensor, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Time calls in each of :data:`SITUATIONS`, each on its own by :func:`lldecode.bench.interleaved`.
 
-    So it is in a decode step of vLLM: the kernel before, a norm or an elementwise one, lets no dependent start early, and the one after
-    starts when the GEMM has ended. In a chain of GEMMs with programmatic dependent launch each hides its start behind the one before,
-    and variants would win that leave room for a neighbour that is not there. Afterwards x is as it was.
+    Args:
+        calls: as there.
+        x: their activations ``[batch, M, k]``, which the kernel between them writes. Afterwards they are as they were.
+
+    Returns:
+        By situation and by name of a call, `rounds` samples in microseconds a call.
     """
     kept = x.clone()
+    between: dict[str, Callable[[], object] | None] = {"chain": None, "behind": lambda: _neighbour(x), "alone": lambda: x.fill_(1.0)}
     try:
-        # A fill reads nothing: reading a source that the weights evicted would count as the call's time.
-        return bench.interleaved(calls, rounds=rounds, between=lambda: x.fill_(1.0))
+        return {situation: bench.interleaved(calls, rounds=rounds, between=between[situation]) for situation in SITUATIONS}
     finally:
         x.copy_(kept)
+
+
+def _neighbour(x: Tensor) -> None:
+    if not x.is_cuda:
+        x.fill_(1.0)
+        return
+    from lldecode.neighbour import launch
+
+    launch(x)
 
 
 def _measure(tuner: Tuner, gemm: Gemm, x: Tensor, weights: Sequence[Tensor], exact: Tensor, rounds: int) -> dict[str, Any]:
@@ -159,14 +181,16 @@ def _measure(tuner: Tuner, gemm: Gemm, x: Tensor, weights: Sequence[Tensor], exa
         if not (found := error(calls[name])) <= bound:
             logger.warning("%s M=%d: %s is wrong: expected an error of at most %.2e, got %.2e", gemm, m, name, bound, found)
             del calls[name]
-    samples = time_alone({name: [functools.partial(call, w, out) for w in weights] for name, call in calls.items()}, x, rounds)
-    took = {name: round(bench.percentiles(s)[1], 3) for name, s in samples.items()}
+    samples = time_calls({name: [functools.partial(call, w, out) for w in weights] for name, call in calls.items()}, x, rounds)
+    medians = {name: [bench.percentiles(samples[situation][name])[1] for situation in SITUATIONS] for name in calls}
+    took = {name: round(statistics.fmean(us), 3) for name, us in medians.items()}
     us = {name: t for name, t in took.items() if name not in variants}
     own = sorted((t, name) for name, t in took.items() if name in variants)
     if own:
         us["lldecode"] = own[0][0]
     choice = plan.decide(us, baseline)
-    logger.info("%s M=%d: %s; %s", gemm, m, us, ", ".join(f"{name} {t}" for t, name in own))
+    details = ", ".join(f"{name} {t} ({' '.join(f'{us:.3f}' for us in medians[name])})" for t, name in own)
+    logger.info("%s M=%d: %s; %s", gemm, m, us, details)
     return {"choice": [choice, list(variants[own[0][1]]) if choice == "lldecode" else None], "us": us}
 
 

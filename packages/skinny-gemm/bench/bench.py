@@ -4,9 +4,8 @@
 
 Without --sweep: times the plan's choices and writes the results CSV. With --sweep: first checks every candidate against
 fp64, times them all and rewrites the shipped plan of this GPU, which takes minutes, most of them compiling on all cores.
-Every case is timed twice: in a chain, where each call follows the last one and what is launched with programmatic dependent
-launch starts behind it; and alone (the case ends in `alone`), with an ordinary kernel between the calls whose time is
-subtracted, as `lldecode tune` measures and vLLM's step runs them (`lldecode.tune.time_alone`).
+Every case is timed in the three situations of `lldecode.tune.SITUATIONS`, in two of which (the case ends in `behind` or `alone`)
+another kernel runs between the calls, whose time is subtracted.
 --peers DIR: DIR/vllm033 holds vLLM 0.33.0's `cute_dsl/` folder and quack's `compile_utils.py`, DIR/C.so (optional) is vLLM
 0.26.0's `_C_stable_libtorch.abi3.so`. --dry-run: what would be compiled and measured, for an H200.
 """
@@ -44,7 +43,6 @@ OTHER = [
     *(Gemm(19360, 6144), Gemm(3072, 6144), Gemm(6144, 1536), Gemm(7168, 2048), Gemm(8192, 1536), Gemm(512, 7168), Gemm(7168, 256)),
 ]
 SHAPES = [*(Gemm(n, k) for n, k in GEMM), *OTHER]
-ALONE = " alone"
 
 
 def case(s: Gemm, m: int) -> str:
@@ -107,7 +105,7 @@ def load_peers(root: Path):
 
 
 def compare(shape: Gemm, sizes, skinny_033, rounds: int):
-    """Rows of one shape: every provider that takes it, interleaved, in a chain and alone, with the error of each against fp64."""
+    """Rows of one shape: every provider that takes it, interleaved, in each situation, with the error of each against fp64."""
     device = torch.device("cuda", torch.cuda.current_device())
     nbytes = shape.batch * shape.n * shape.k * 2
     x32, weights = tune.operands(shape, bench.cold_copies(nbytes))
@@ -139,11 +137,10 @@ def compare(shape: Gemm, sizes, skinny_033, rounds: int):
                 del calls[name]
         assert errors["lldecode"] < 2 * max(errors.get("cublas", 0), errors.get("torch", 0)) + 1e-6, (shape, m, errors)
         thunks = {n: [lambda w=w, c=c: c(w) for w in weights] for n, c in calls.items()}
-        timed = {"": bench.interleaved(thunks, rounds=rounds), ALONE: tune.time_alone(thunks, x, rounds)}
         moved = nbytes + shape.batch * m * (shape.k + shape.n) * 2
         took = op.choose(device.index, *Gemm.of(weights[0]), m, torch.bfloat16, False, True)[0]
-        for situation, samples in timed.items():
-            name = case(shape, m) + situation
+        for situation, samples in tune.time_calls(thunks, x, rounds).items():
+            name = case(shape, m) + ("" if situation == "chain" else f" {situation}")
             rows += [bench.row(FEATURE, n, name, samples[n], moved, errors[n]) for n in calls]
             ours = bench.percentiles(samples["lldecode"])[1]
             others = {n: bench.percentiles(s)[1] for n, s in samples.items() if n != "lldecode"}
@@ -193,7 +190,7 @@ def main() -> None:
     for s in shapes:
         rows += compare(s, SIZES, skinny_033, args.rounds)
         bench.write_csv(results, rows)
-    chain = [r for r in rows if r.case.startswith("M=8 ") and not r.case.endswith(ALONE)]
+    chain = [r for r in rows if r.case.startswith("M=8 ") and not r.case.endswith(tune.SITUATIONS)]
     bench.plot(chain, results.with_suffix(".png"), title=f"skinny-gemm, M = 8, {gpu}")
     print(f"done in {time.time() - start:.0f} s", flush=True)
 
