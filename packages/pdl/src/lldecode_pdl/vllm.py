@@ -116,7 +116,6 @@ FEATURE = Feature(
     name=NAME,
     summary="Programmatic dependent launch: norm + RoPE + cache write, MTP input norm, top-k index conversion, what Inductor generates",
     probe=probe,
-    default="off",  # vLLM's engine has not been timed with what Inductor generates launched so
     superseded_by="in part: vLLM 0.28.0 (PDL of fused_norm_rope), 0.29.0 (q norm of padded rows)",
     patches=(
         _patch(f"{_DSA}.attention:fused_norm_rope", _norm_rope, "vLLM >= 0.29", "5193450b3d55b29c"),
