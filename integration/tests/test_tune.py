@@ -12,6 +12,7 @@ import torch
 
 from lldecode import bench, cli, jit, plan, tune
 from lldecode.plan import Gemm, Plans
+from lldecode.testing import cross_compile
 from lldecode.tune import MODELS, Tuner, products
 
 GPU = ("NVIDIA H200", 132)
@@ -209,24 +210,13 @@ def test_the_kernel_between_writes_the_activations_and_they_come_back(tuner, mon
     assert not (one == 1).all()
 
 
-@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
 def test_the_neighbour_lets_go_before_it_waits_and_waits_before_it_writes(arch):
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-
-    from lldecode.neighbour import neighbour_kernel
-
-    types = {
-        "x_ptr": "*bf16",
-        "one": "fp32",
-        **dict.fromkeys(("rows", "k", "stride_batch", "stride_row", "spin"), "i32"),
-        "BLOCK": "constexpr",
-    }
-    source = triton.compiler.ASTSource(neighbour_kernel, types, {"BLOCK": 2048})
-    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"launch_pdl": True}).asm["ptx"]
+    compiled = cross_compile("lldecode.neighbour:compile", None, arch)
     marks = ("griddepcontrol.launch_dependents", "griddepcontrol.wait", "fma.rn.f32", "st.global")
-    assert sorted(marks, key=ptx.index) == list(marks)
-    assert "ld.global" not in ptx
+    assert sorted(marks, key=compiled.ptx.index) == list(marks)
+    assert "ld.global" not in compiled.ptx
+    assert compiled.local_bytes == 0
 
 
 @pytest.mark.gpu
