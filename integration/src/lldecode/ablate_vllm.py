@@ -58,8 +58,8 @@ NOISE_MARGIN = 2.0
 """A token may differ from stock's where stock's own top-2 margin is at most this many times the largest at which stock differs from itself.
 
 Stock differs from itself where it decodes the same prompt in a batch of another size: cuBLAS and vLLM then choose other kernels. It decodes
-every prompt so, since the largest margin of a few prompts says little about more. Where it never differs, the largest margin is the median
-change of a chosen token's log-probability.
+every prompt so in three sizes, since the largest margin of a few pairs says little about more. Where it never differs, the largest margin
+is the median change of a chosen token's log-probability.
 """
 
 TYPICAL_MARGIN = 3.0
@@ -276,18 +276,18 @@ class Noise:
 
 
 def own_noise(stock: Mapping[str, Any]) -> Noise:
-    """Over positions with equal prefixes, of each prompt's first run against the others.
+    """Over positions with equal prefixes, of each two runs of a prompt.
 
     Args:
-        stock: its report: runs by batch size under ``batches``, and further ones by prompt under ``again``, which may be missing.
+        stock: its report: runs by batch size under ``batches``, and :func:`decode_again`'s under ``again``, which may be missing.
     """
     by_prompt: dict[int, list[Mapping[str, Any]]] = {}
     for size in stock["batches"].values():
         for i, prompt in enumerate(size["prompts"]):
             by_prompt.setdefault(i, []).append(prompt)
-    for name, prompt in stock.get("again", {}).items():
-        by_prompt[int(name)].append(prompt)
-    pairs = [(runs[0], other) for runs in by_prompt.values() for other in runs[1:]]
+    for name, runs in stock.get("again", {}).items():
+        by_prompt[int(name)] += runs
+    pairs = [pair for runs in by_prompt.values() for pair in itertools.combinations(runs, 2)]
     changes = [x for pair in pairs for x in _changes(*pair)]
     if not changes:
         return Noise()
@@ -468,19 +468,36 @@ def work(spec: Spec, started: Callable[[], object]) -> dict[str, Any]:
         kernels = top_kernels(before, after, spec.output_len, spec.profile)
     for size in spec.batches:
         measured[str(size)]["prompts"] = [greedy_output(o.outputs[0]) for o in generate(size, long, logprobs=2)]
-    again: dict[str, dict[str, Any]] = {}
-    for part in halves(spec.batches) if spec.noise else ():
-        outs = generate(len(part), long, logprobs=2, first=part.start)
-        again |= {str(i): greedy_output(o.outputs[0]) for i, o in zip(part, outs, strict=True)}
+
+    def again(part: range) -> list[dict[str, Any]]:
+        return [greedy_output(o.outputs[0]) for o in generate(len(part), long, logprobs=2, first=part.start)]
+
+    runs = decode_again(spec.batches, again) if spec.noise else {}
     state = _agreed(llm.collective_rpc("lldecode_state"))
-    return {"batches": measured, "again": again, "state": state, "kernels": kernels, "gpu": bench.gpu_name()}
+    return {"batches": measured, "again": runs, "state": state, "kernels": kernels, "gpu": bench.gpu_name()}
 
 
-def halves(sizes: Sequence[int]) -> list[range]:
-    """The prompts of the largest of the ascending batch sizes in two batches, without a batch that is decoded anyway."""
-    half = (sizes[-1] + 1) // 2
-    first = [] if half in sizes else [range(half)]
-    return [*first, range(half, sizes[-1])] if sizes[-1] > 1 else []
+def decode_again(sizes: Sequence[int], generate: Callable[[range], list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """What `generate` gives, by prompt, for the prompts of the largest of the ascending batch sizes in halves and in quarters.
+
+    A batch that is decoded anyway, because `sizes` has it, is left out: a prompt differs from itself only in a batch of another size.
+    """
+    out: dict[str, list[dict[str, Any]]] = {}
+    for part in parts(sizes):
+        for i, output in zip(part, generate(part), strict=True):
+            out.setdefault(str(i), []).append(output)
+    return out
+
+
+def parts(sizes: Sequence[int]) -> list[range]:
+    largest = sizes[-1]
+    found = [
+        range(first, min(first + size, largest))
+        for size in (-(-largest // 2), -(-largest // 4))
+        for first in range(0, largest, size)
+        if size < largest and (first or size not in sizes)
+    ]
+    return list(dict.fromkeys(found))
 
 
 def decode(engine: Any, prompts: Sequence[Any], max_model_len: int, rounds: int, output_len: int) -> list[float]:

@@ -36,8 +36,8 @@ from lldecode.ablate_vllm import (
     Noise,
     WorkerExtension,
     compare,
+    decode_again,
     greedy_output,
-    halves,
     memory_share,
     own_noise,
     spread,
@@ -322,7 +322,7 @@ def measure(llm: Any, spec: Spec, prompts: Sequence[list[int]]) -> dict[str, Any
 
 
 def greedy(llm: Any, spec: Spec, prompts: Sequence[list[int]]) -> dict[str, Any]:
-    """Tokens of each batch size and of the halves of the largest, as ``lldecode.ablate_vllm.own_noise`` reads them."""
+    """Tokens of each batch size and of parts of the largest, as ``lldecode.ablate_vllm.own_noise`` reads them."""
     from vllm import SamplingParams
 
     llm.collective_rpc("lldecode_spread_both")
@@ -333,8 +333,7 @@ def greedy(llm: Any, spec: Spec, prompts: Sequence[list[int]]) -> dict[str, Any]
         return [greedy_output(o.outputs[0]) for o in llm.generate([{"prompt_token_ids": prompts[i]} for i in part], params, use_tqdm=False)]
 
     batches = {str(n): {"prompts": generate(range(n))} for n in spec.batches}
-    again = {str(i): output for part in halves(spec.batches) for i, output in zip(part, generate(part), strict=True)}
-    return {"batches": batches, "again": again}
+    return {"batches": batches, "again": decode_again(spec.batches, generate)}
 
 
 def acceptance(llm: Any, spec: Spec, prompts: Sequence[list[int]], vocabulary: int, topk: int) -> dict[str, Any]:

@@ -108,6 +108,7 @@ def test_each_prompt_is_decoded_in_batches_of_two_sizes(monkeypatch: pytest.Monk
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
     found = bench.greedy(Llm(), SimpleNamespace(tokens=1, batches=[1, 4]), [[i] for i in range(4)])  # type: ignore[arg-type]
-    assert asked == ["lldecode_spread_both", [0], [0, 1, 2, 3], [0, 1], [2, 3]]
+    assert asked == ["lldecode_spread_both", [0], [0, 1, 2, 3], [0, 1], [2, 3], [1], [2], [3]]
     assert sorted(found["again"]) == ["0", "1", "2", "3"] and len(found["batches"]["4"]["prompts"]) == 4
-    assert found["again"]["3"]["margins"] == [2.0]
+    assert [len(found["again"][i]) for i in "0123"] == [1, 2, 2, 2]
+    assert [run["margins"] for run in found["again"]["3"]] == [[2.0]] * 2
