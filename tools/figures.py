@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lldecode.bench import Row, natural, read_csv
-from lldecode.tune import SITUATIONS
+from lldecode.plan import SITUATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- figures: ([\w.-]+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
@@ -31,7 +31,7 @@ def results(feature: str, root: Path = ROOT) -> list[Row]:
 def summary(rows: Iterable[Row]) -> str:
     """Markdown: for each GPU and peer, how many times faster lldecode is than it over the cases that both ran.
 
-    Cases that end in another situation than the chain (``lldecode.tune.SITUATIONS``) are summarized apart.
+    Cases that end in another situation than the chain (``lldecode.plan.SITUATIONS``) are summarized apart.
     """
     by: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:

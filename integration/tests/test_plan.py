@@ -28,7 +28,7 @@ def test_where_plans_are_and_what_they_carry(plans, tmp_path):
     assert plans.shipped("NVIDIA H100 80GB HBM3").name == "h100-80gb-hbm3.json"
     assert plans.tuned(GPU) == tmp_path / "cache" / "one-h200.json"
     assert plans.tuned(GPU, tmp_path) == tmp_path / "one-h200.json"
-    assert plans.stamp(GPU) == STAMP | {"source": hashlib.sha256(b"x = 1\n").hexdigest()[:12]}
+    assert plans.stamp(GPU) == STAMP | {"source": hashlib.sha256(b"x = 1\n").hexdigest()[:12], "timed": "chain behind alone"}
 
 
 def test_what_is_written_is_read(plans):

@@ -163,10 +163,17 @@ def test_the_fastest_of_several_variants_is_the_plans(tuner, monkeypatch):
 
 def test_what_counts_is_the_mean_of_all_situations(tuner, monkeypatch):
     took = {"cublas": iter([3.0, 3.0, 3.0] * 2), "(8, 1)": iter([1.0, 1.0, 4.0] * 2), "(9, 1)": iter([2.0, 2.0, 1.4] * 2)}
-    monkeypatch.setattr(tune.bench, "interleaved", lambda calls, rounds, between: {name: [next(took[name])] for name in calls})
+    asked = []
+
+    def interleaved(calls, rounds, between):
+        asked.append(rounds)
+        return {name: [0.0, (us := next(took[name])), us, us, 9.0] for name in calls}  # the median is neither the first nor the mean
+
+    monkeypatch.setattr(tune.bench, "interleaved", interleaved)
     two = dataclasses.replace(tuner, configs=lambda sms, g, m: {(n, 1): ("right", n) for n in (8, 9)})
     found = {"choice": ["lldecode", [9, 1]], "us": {"cublas": 3.0, "lldecode": 1.8}}
-    assert tune.measure(two, Gemm(16, 64)) == {"1": found, "8": found}
+    assert tune.measure(two, Gemm(16, 64), rounds=5) == {"1": found, "8": found}
+    assert asked == [5] * 6
 
 
 def test_what_is_timed_goes_through_all_copies_of_the_weight(tuner, monkeypatch):
@@ -203,7 +210,7 @@ def test_the_kernel_between_writes_the_activations_and_they_come_back(tuner, mon
 
     monkeypatch.setattr(tune.bench, "interleaved", interleaved)
     tune.measure(dataclasses.replace(tuner, providers=providers), Gemm(16, 24, 2, True))
-    assert [chain for chain, _ in ran] == [situation == "chain" for situation in tune.SITUATIONS] * 2
+    assert [chain for chain, _ in ran] == [situation == "chain" for situation in plan.SITUATIONS] * 2
     one, eight = ran[0][1], ran[3][1]
     assert (one.shape, eight.shape) == ((2, 1, 24), (2, 8, 24))
     assert torch.equal(eight[:, :1], one)  # what was written is gone again: the next size is checked against fp64
@@ -232,6 +239,39 @@ def test_the_neighbour_fills_strided_rows_in_about_two_microseconds(shape):
     assert whole.sum(dtype=torch.float64).item() == x.numel()
     (us,) = bench.interleaved({"neighbour": [lambda: launch(x)] * 100}, rounds=5).values()
     assert 1 < bench.percentiles(us)[1] < 5, us
+
+
+def test_each_situation_has_its_kernel_between(monkeypatch):
+    """``behind`` the neighbour, which on a CPU is a fill as well; ``alone`` a fill."""
+    ran = []
+    monkeypatch.setattr(tune, "_neighbour", lambda x: ran.append("neighbour"))
+    monkeypatch.setattr(torch.Tensor, "fill_", lambda x, value: ran.append("fill"))
+
+    def interleaved(calls, rounds, between):
+        ran.append("-")
+        if between is not None:
+            between()
+        return ran[-1]
+
+    monkeypatch.setattr(tune.bench, "interleaved", interleaved)
+    assert tune.time_calls({}, torch.ones(1, 2, 8), 3) == {"chain": "-", "behind": "neighbour", "alone": "fill"}
+
+
+def test_activations_of_two_dimensions_are_refused():
+    with pytest.raises(ValueError, match=r"^x: expected shape \[batch, M, k\], got \[2, 8\]$"):
+        tune.time_calls({"a": [lambda: None]}, torch.ones(2, 8), 1)
+
+
+@pytest.mark.gpu
+def test_a_call_is_timed_on_a_gpu_in_every_situation():
+    x, weights = tune.operands(Gemm(2048, 2048), 20)
+    kept = x.clone()
+    out = torch.empty(1, 4, 2048, dtype=x.dtype, device=x.device)
+    calls = {"bmm": [lambda w=w: torch.bmm(x[:, :4], w.mT, out=out) for w in weights]}
+    timed = tune.time_calls(calls, x[:, :4], 5)
+    assert torch.equal(x, kept)
+    for situation in plan.SITUATIONS:  # cuBLAS lets nobody start early and does not start early itself
+        assert 2 < bench.percentiles(timed[situation]["bmm"])[1] < 20, timed
 
 
 def test_no_candidate_is_no_reason_to_leave_the_baseline(tuner, fast):

@@ -58,7 +58,7 @@ NOISE_MARGIN = 2.0
 """A token may differ from stock's where stock's own top-2 margin is at most this many times the largest at which stock differs from itself.
 
 Stock differs from itself where it decodes the same prompt in a batch of another size: cuBLAS and vLLM then choose other kernels. It decodes
-every prompt so in three sizes, since the largest margin of a few pairs says little about more. Where it never differs, the largest margin
+every prompt so in several sizes, since the largest margin of a few pairs says little about more. Where it never differs, the largest margin
 is the median change of a chosen token's log-probability.
 """
 
@@ -110,8 +110,10 @@ def prepare(args: argparse.Namespace) -> Callable[[], Report]:
     engine_args = _engine_args(args.engine_args)
     # The first request decodes while the others prefill, at least 1024 prompt tokens a step; with speculation one may outrun the mean.
     steps = FIRST_TOKENS + rounds * output_len + sizes[-1] * (2 + input_len // 1024)
-    room = input_len + steps * (1 + int((engine_args.get("speculative_config") or {}).get("num_speculative_tokens") or 0))
-    room = -(-room // 128) * 128  # vLLM rounds block tables up to this, and with MTP its indexer fails on SM90 where that is more blocks
+    drafts = int((engine_args.get("speculative_config") or {}).get("num_speculative_tokens") or 0)
+    room = input_len + steps * (1 + drafts)
+    if drafts:  # vLLM rounds block tables up to 128 tokens, and with MTP its indexer fails on SM90 where that is a block more
+        room = -(-room // 128) * 128
     llm: dict[str, Any] = {
         "model": args.model,
         "load_format": args.load_format or "auto",
@@ -404,8 +406,9 @@ def spread(model: Any, rank: int = 0) -> None:
     """Scale dummy weights in place so that a token depends on every layer: norms to 1, matrices to keep the variance.
 
     vLLM draws them from +-1e-3, norms included. A layer's output is then lost in the rounding of the residual stream: tokens agree
-    whatever a kernel computed, and those of a batch are routed to the same few experts. It draws the same for each `rank`: so that the
-    ranks' shares differ, they are rolled by it.
+    whatever a kernel computed, and those of a batch are routed to the same few experts. It draws the same for each weight of a shape and
+    for each `rank`: so that the ranks' shares differ, they are rolled by it, and so that a model of few layers does not just repeat its
+    last token, the LM head is not the embedding.
     """
     import torch
 
@@ -427,6 +430,8 @@ def spread(model: Any, rank: int = 0) -> None:
             elif x.ndim > 1 and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and kind not in ABSORBED:
                 embeds = type(owner).__name__ in ("Embedding", "VocabParallelEmbedding")
                 to(x, 1.0 if embeds else x.shape[-1] ** -0.5, is_share(owner, kind))
+                if type(owner).__name__ == "ParallelLMHead":
+                    x.copy_(x.roll(x.shape[-1] // 2, -1))
         for module in model.modules():
             for kind, dimension in ABSORBED.items():  # made of kv_b_proj when the weights were loaded
                 if (x := getattr(module, kind, None)) is not None:
@@ -480,16 +485,21 @@ def work(spec: Spec, started: Callable[[], object]) -> dict[str, Any]:
 def decode_again(sizes: Sequence[int], generate: Callable[[range], list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
     """What `generate` gives, by prompt, for the prompts of the largest of the ascending batch sizes in halves and in quarters.
 
-    A batch that is decoded anyway, because `sizes` has it, is left out: a prompt differs from itself only in a batch of another size.
+    What was decoded in a batch of that size, because `sizes` has it or another part, is left out: a prompt differs from itself only in a
+    batch of another size.
     """
     out: dict[str, list[dict[str, Any]]] = {}
+    decoded = {i: {size for size in sizes if i < size} for i in range(sizes[-1])}
     for part in parts(sizes):
         for i, output in zip(part, generate(part), strict=True):
-            out.setdefault(str(i), []).append(output)
+            if len(part) not in decoded[i]:
+                decoded[i].add(len(part))
+                out.setdefault(str(i), []).append(output)
     return out
 
 
 def parts(sizes: Sequence[int]) -> list[range]:
+    """Halves and quarters of the prompts of the largest size, in batches that are not decoded anyway; the last of each may be smaller."""
     largest = sizes[-1]
     found = [
         range(first, min(first + size, largest))

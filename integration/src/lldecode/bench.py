@@ -144,18 +144,19 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Time several providers of the same work against each other.
 
-    Without `between` a call follows the last one, and where both are launched with programmatic dependent launch its launch, its
-    ramp-up and the reads that wait for nobody hide behind that one. With `between` a call is timed alone, from launch to end: an
-    ordinary kernel runs before each, lets no dependent start early, and starts itself when the call before it has ended. Its own
-    time is that of a graph of as many of it and nothing else, timed in the same rounds; the median of these is subtracted from
-    every sample, so that a slow round of that graph makes no sample fast.
+    Without `between` a call follows the last one, and where both are launched with programmatic dependent launch (PDL) its launch, its
+    ramp-up and the reads that wait for nobody hide behind that one. With `between` the kernel that it launches runs before each call.
+    An ordinary one lets no dependent start early and starts itself when the call before it has ended: a call is timed alone, from launch
+    to end. With one that is launched with PDL and lets its dependent start early it is what a call adds to a chain of that kernel, whose
+    launches hide, too. The time of that kernel is that of a graph of as many of it and nothing else, timed in the same rounds; the
+    median of these is subtracted from every sample, so that a slow round of that graph makes no sample fast.
 
     Args:
         calls: by provider, one thunk for each copy of the weights (see :func:`cold_copies`). On a GPU a provider's thunks
             are captured into one CUDA graph.
         rounds: samples of each provider.
-        between: launches one kernel, without programmatic dependent launch, that neither reads nor writes much: what it reads from
-            memory because a call has evicted it counts as the call's. No ``copy_``: of dense tensors a graph holds no kernel of it.
+        between: launches one kernel that neither reads nor writes much: what it reads from memory because a call has evicted it counts
+            as the call's. No ``copy_``: of dense tensors a graph holds no kernel of it.
 
     Returns:
         By provider, `rounds` samples in microseconds a call, without `between`.

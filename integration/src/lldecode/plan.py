@@ -24,6 +24,15 @@ MARGIN = 1.04
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 """Numbers of tokens that are measured; any other takes what the next one does."""
 
+SITUATIONS = ("chain", "behind", "alone")
+"""What is around a call when it is timed, since what is fastest depends on it, and a decode step has all three.
+
+``chain``: the same kernel, as o_proj follows the absorbed product: with programmatic dependent launch (PDL) its start hides behind the end
+of the one before, and variants win that leave room for a neighbour. ``behind``: a kernel that lets it start at once and goes on for about
+2 us, as a norm does with lldecode-pdl: variants win that have many weights under way. ``alone``: an ordinary kernel, as vLLM's own are;
+it runs from launch to end.
+"""
+
 
 class Gemm(NamedTuple):
     """A product of x ``[batch, M, k]`` with ``[batch, k, n]``, whose n is contiguous where `n_major`; its ``str`` names it in a plan."""
@@ -74,8 +83,8 @@ def read(path: Path, stamp: Mapping[str, str]) -> tuple[Shapes, str | None]:
     try:
         data = json.loads(path.read_text())
         for key, value in stamp.items():
-            if data[key] != value:
-                return {}, f"{path}: stale: {key}: expected {value}, got {data[key]}"
+            if (found := data.get(key)) != value:
+                return {}, f"{path}: stale: {key}: expected {value}, got {found}"
         shapes = data["shapes"]
         for size, entry in (item for sizes in shapes.values() for item in sizes.items()):
             provider, _ = entry["choice"]
@@ -122,7 +131,7 @@ class Plans:
 
     def stamp(self, gpu: str) -> dict[str, str]:
         """What a plan of this machine carries, and must agree with to be used."""
-        return {"gpu": gpu, "driver": driver(), "source": self.source}
+        return {"gpu": gpu, "driver": driver(), "source": self.source, "timed": " ".join(SITUATIONS)}
 
     def shipped(self, gpu: str) -> Path:
         """The package's plan for a GPU, by the device's name; may not exist."""

@@ -36,16 +36,7 @@ logger = logging.getLogger("lldecode.tune")
 ENTRY_POINT_GROUP = "lldecode.tuners"
 
 ROUNDS = 7
-"""Samples of each candidate in each situation."""
-
-SITUATIONS = ("chain", "behind", "alone")
-"""What is around a call when it is timed, since what is fastest depends on it, and a decode step has all three.
-
-``chain``: the same kernel, as o_proj follows the absorbed product: with programmatic dependent launch (PDL) its start hides behind the end
-of the one before, and variants win that leave room for a neighbour. ``behind``: a kernel that lets it start at once and goes on for about
-2 us, as a norm does with lldecode-pdl: variants win that have many weights under way. ``alone``: an ordinary kernel, as vLLM's own are;
-it runs from launch to end.
-"""
+"""Samples of each candidate in each of :data:`lldecode.plan.SITUATIONS`."""
 
 _SHARED = dict(kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128, moe_intermediate_size=2048, n_shared_experts=1)
 _GLM52 = dict(hidden_size=6144, intermediate_size=12288, vocab_size=154880, num_attention_heads=64, index_n_heads=32)
@@ -124,8 +115,8 @@ def operands(gemm: Gemm, copies: int) -> tuple[Tensor, list[Tensor]]:
 def measure(tuner: Tuner, gemm: Gemm, rounds: int = ROUNDS) -> dict[str, dict[str, Any]]:
     """The plan of a product, by M, on the current device with cold weights.
 
-    Of each provider the mean over :data:`SITUATIONS` counts, in microseconds. What is less exact against fp64 than twice the baseline, or
-    writes NaN, is left out with a warning.
+    Of each provider the mean over :data:`lldecode.plan.SITUATIONS` counts, in microseconds. What is less exact against fp64 than twice
+    the baseline, or writes NaN, is left out with a warning.
     """
     x, weights = operands(gemm, bench.cold_copies(gemm.batch * gemm.n * gemm.k * 2))
     exact = x.double() @ weights[0].double().mT
@@ -133,7 +124,7 @@ def measure(tuner: Tuner, gemm: Gemm, rounds: int = ROUNDS) -> dict[str, dict[st
 
 
 def time_calls(calls: Mapping[str, Sequence[Callable[[], object]]], x: Tensor, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Time calls in each of :data:`SITUATIONS`, each on its own by :func:`lldecode.bench.interleaved`.
+    """Time calls in each of :data:`lldecode.plan.SITUATIONS`, each on its own by :func:`lldecode.bench.interleaved`.
 
     Args:
         calls: as there.
@@ -141,11 +132,16 @@ def time_calls(calls: Mapping[str, Sequence[Callable[[], object]]], x: Tensor, r
 
     Returns:
         By situation and by name of a call, `rounds` samples in microseconds a call.
+
+    Raises:
+        ValueError: x has another number of dimensions.
     """
+    if x.ndim != 3:
+        raise ValueError(f"x: expected shape [batch, M, k], got {list(x.shape)}")
     kept = x.clone()
     between: dict[str, Callable[[], object] | None] = {"chain": None, "behind": lambda: _neighbour(x), "alone": lambda: x.fill_(1.0)}
     try:
-        return {situation: bench.interleaved(calls, rounds=rounds, between=between[situation]) for situation in SITUATIONS}
+        return {situation: bench.interleaved(calls, rounds=rounds, between=between[situation]) for situation in plan.SITUATIONS}
     finally:
         x.copy_(kept)
 
@@ -182,7 +178,7 @@ def _measure(tuner: Tuner, gemm: Gemm, x: Tensor, weights: Sequence[Tensor], exa
             logger.warning("%s M=%d: %s is wrong: expected an error of at most %.2e, got %.2e", gemm, m, name, bound, found)
             del calls[name]
     samples = time_calls({name: [functools.partial(call, w, out) for w in weights] for name, call in calls.items()}, x, rounds)
-    medians = {name: [bench.percentiles(samples[situation][name])[1] for situation in SITUATIONS] for name in calls}
+    medians = {name: [bench.percentiles(samples[situation][name])[1] for situation in plan.SITUATIONS] for name in calls}
     took = {name: round(statistics.fmean(us), 3) for name, us in medians.items()}
     us = {name: t for name, t in took.items() if name not in variants}
     own = sorted((t, name) for name, t in took.items() if name in variants)

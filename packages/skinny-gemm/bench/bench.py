@@ -4,7 +4,7 @@
 
 Without --sweep: times the plan's choices and writes the results CSV. With --sweep: first checks every candidate against
 fp64, times them all and rewrites the shipped plan of this GPU, which takes minutes, most of them compiling on all cores.
-Every case is timed in the three situations of `lldecode.tune.SITUATIONS`, in two of which (the case ends in `behind` or `alone`)
+Every case is timed in the three situations of `lldecode.plan.SITUATIONS`, in two of which (the case ends in `behind` or `alone`)
 another kernel runs between the calls, whose time is subtracted.
 --peers DIR: DIR/vllm033 holds vLLM 0.33.0's `cute_dsl/` folder and quack's `compile_utils.py`, DIR/C.so (optional) is vLLM
 0.26.0's `_C_stable_libtorch.abi3.so`. --dry-run: what would be compiled and measured, for an H200.
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from lldecode import bench, tune
-from lldecode.plan import SIZES, Gemm
+from lldecode.plan import SITUATIONS, SIZES, Gemm
 from lldecode_skinny_gemm import op
 from lldecode_skinny_gemm.plan import PLANS
 from lldecode_skinny_gemm.tune import TUNER, configs
@@ -139,7 +139,7 @@ def compare(shape: Gemm, sizes, skinny_033, rounds: int):
         thunks = {n: [lambda w=w, c=c: c(w) for w in weights] for n, c in calls.items()}
         moved = nbytes + shape.batch * m * (shape.k + shape.n) * 2
         took = op.choose(device.index, *Gemm.of(weights[0]), m, torch.bfloat16, False, True)[0]
-        for situation, samples in tune.time_calls(thunks, x, rounds).items():
+        for situation, samples in tune.time_calls(thunks, x32[:, :m], rounds).items():
             name = case(shape, m) + ("" if situation == "chain" else f" {situation}")
             rows += [bench.row(FEATURE, n, name, samples[n], moved, errors[n]) for n in calls]
             ours = bench.percentiles(samples["lldecode"])[1]
@@ -150,6 +150,11 @@ def compare(shape: Gemm, sizes, skinny_033, rounds: int):
                 flush=True,
             )
     return rows
+
+
+def drawn(rows):
+    """What the figure shows."""
+    return [r for r in rows if r.case.startswith("M=8 ") and not r.case.endswith(SITUATIONS)]
 
 
 def dry_run(shapes) -> None:
@@ -190,8 +195,7 @@ def main() -> None:
     for s in shapes:
         rows += compare(s, SIZES, skinny_033, args.rounds)
         bench.write_csv(results, rows)
-    chain = [r for r in rows if r.case.startswith("M=8 ") and not r.case.endswith(tune.SITUATIONS)]
-    bench.plot(chain, results.with_suffix(".png"), title=f"skinny-gemm, M = 8, {gpu}")
+    bench.plot(drawn(rows), results.with_suffix(".png"), title=f"skinny-gemm, M = 8, {gpu}")
     print(f"done in {time.time() - start:.0f} s", flush=True)
 
 

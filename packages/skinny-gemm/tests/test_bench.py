@@ -34,3 +34,4 @@ def test_every_case_is_timed_in_every_situation(monkeypatch, shape, first, peer)
         for provider, slower in (("lldecode", 1), (peer, 2))
     ]
     assert all(r.max_err < 0.01 for r in rows), "M = 8 was checked with what the kernel between wrote"
+    assert [r.case for r in bench.drawn(rows)] == ([f"M=8 {shape}"] * 2 if first == "M" else [])
