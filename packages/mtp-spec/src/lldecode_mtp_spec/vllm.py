@@ -14,7 +14,7 @@ def probe(ctx: Context) -> str | None:
 
 FEATURE = Feature(
     name="mtp-spec",
-    summary="MTP: one top-k for all draft steps, index conversion once an indexer, all-reduce in the final norm, local argmax",
+    summary="MTP in the deepseek_v32 class: one top-k for all draft steps, conversion once an indexer, fused final norm, local argmax",
     patches=(*vllm_hooks.PATCHES, *vllm_sharing.PATCHES, *vllm_slots.PATCHES, *vllm_ranks.PATCHES),
     probe=probe,
     default="off",  # a step took no less wall-clock time with it
