@@ -118,7 +118,7 @@ _PACKED = "takes the packed query, so that no kernel concatenates or pads it"
 
 FEATURE = Feature(
     name=NAME,
-    summary="RoPE, fp8 quantization and packing of the MQA and indexer queries in one kernel",
+    summary="RoPE, fp8 quantization and packing of the MQA and indexer queries in one kernel; in the deepseek_v32 class only",
     probe=probe,
     superseded_by="in part: vLLM 0.28.0 on SM100 with the FlashInfer backend",
     patches=(
