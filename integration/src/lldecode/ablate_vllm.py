@@ -412,10 +412,10 @@ def spread(model: Any, rank: int = 0) -> None:
     """
     import torch
 
-    def to(x: torch.Tensor, std: float, share: bool) -> None:
+    def to(x: torch.Tensor, std: float, shift: int) -> None:
         x.mul_(std / x.flatten()[: 1 << 20].float().std().item())
-        if share and rank:
-            x.copy_(x.roll(rank, -1))
+        if shift:
+            x.copy_(x.roll(shift, -1))
 
     def is_share(owner: Any, kind: str) -> bool:
         kinds = {c.__name__ for c in type(owner).__mro__}
@@ -428,14 +428,14 @@ def spread(model: Any, rank: int = 0) -> None:
             if x.ndim == 1 and kind == "weight":
                 x.fill_(1)
             elif x.ndim > 1 and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and kind not in ABSORBED:
-                embeds = type(owner).__name__ in ("Embedding", "VocabParallelEmbedding")
-                to(x, 1.0 if embeds else x.shape[-1] ** -0.5, is_share(owner, kind))
-                if type(owner).__name__ == "ParallelLMHead":
-                    x.copy_(x.roll(x.shape[-1] // 2, -1))
+                layer, width = type(owner).__name__, x.shape[-1]
+                std = 1.0 if layer in ("Embedding", "VocabParallelEmbedding") else width**-0.5
+                shift = rank if is_share(owner, kind) else 0
+                to(x, std, shift + width // 2 if layer == "ParallelLMHead" else shift)
         for module in model.modules():
             for kind, dimension in ABSORBED.items():  # made of kv_b_proj when the weights were loaded
                 if (x := getattr(module, kind, None)) is not None:
-                    to(x.detach(), x.shape[dimension] ** -0.5, True)
+                    to(x.detach(), x.shape[dimension] ** -0.5, rank)
 
 
 def work(spec: Spec, started: Callable[[], object]) -> dict[str, Any]:
@@ -471,43 +471,35 @@ def work(spec: Spec, started: Callable[[], object]) -> dict[str, Any]:
         before = _profile(llm, functools.partial(generate, size, short), spec.trace)
         after = _profile(llm, functools.partial(generate, size, long), None)
         kernels = top_kernels(before, after, spec.output_len, spec.profile)
-    for size in spec.batches:
-        measured[str(size)]["prompts"] = [greedy_output(o.outputs[0]) for o in generate(size, long, logprobs=2)]
 
-    def again(part: range) -> list[dict[str, Any]]:
+    def greedy(part: range) -> list[dict[str, Any]]:
         return [greedy_output(o.outputs[0]) for o in generate(len(part), long, logprobs=2, first=part.start)]
 
-    runs = decode_again(spec.batches, again) if spec.noise else {}
+    for size in spec.batches:
+        measured[str(size)]["prompts"] = greedy(range(size))
+    again = decode_again(spec.batches, greedy) if spec.noise else {}
     state = _agreed(llm.collective_rpc("lldecode_state"))
-    return {"batches": measured, "again": runs, "state": state, "kernels": kernels, "gpu": bench.gpu_name()}
+    return {"batches": measured, "again": again, "state": state, "kernels": kernels, "gpu": bench.gpu_name()}
 
 
-def decode_again(sizes: Sequence[int], generate: Callable[[range], list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
-    """What `generate` gives, by prompt, for the prompts of the largest of the ascending batch sizes in halves and in quarters.
+def decode_again(sizes: Sequence[int], greedy: Callable[[range], list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """What `greedy` gives, by prompt, for the prompts of the largest of the ascending batch sizes in halves and in quarters.
 
     What was decoded in a batch of that size, because `sizes` has it or another part, is left out: a prompt differs from itself only in a
     batch of another size.
     """
     out: dict[str, list[dict[str, Any]]] = {}
-    decoded = {i: {size for size in sizes if i < size} for i in range(sizes[-1])}
-    for part in parts(sizes):
-        for i, output in zip(part, generate(part), strict=True):
-            if len(part) not in decoded[i]:
-                decoded[i].add(len(part))
-                out.setdefault(str(i), []).append(output)
-    return out
-
-
-def parts(sizes: Sequence[int]) -> list[range]:
-    """Halves and quarters of the prompts of the largest size, in batches that are not decoded anyway; the last of each may be smaller."""
     largest = sizes[-1]
-    found = [
-        range(first, min(first + size, largest))
-        for size in (-(-largest // 2), -(-largest // 4))
-        for first in range(0, largest, size)
-        if size < largest and (first or size not in sizes)
-    ]
-    return list(dict.fromkeys(found))
+    decoded = {i: {size for size in sizes if i < size} for i in range(largest)}
+    for size in (-(-largest // 2), -(-largest // 4)):
+        for first in range(0, largest, size):
+            part = range(first, min(first + size, largest))
+            new = [i for i in part if len(part) not in decoded[i]]
+            outputs = dict(zip(part, greedy(part), strict=True)) if new else {}
+            for i in new:
+                decoded[i].add(len(part))
+                out.setdefault(str(i), []).append(outputs[i])
+    return out
 
 
 def decode(engine: Any, prompts: Sequence[Any], max_model_len: int, rounds: int, output_len: int) -> list[float]:

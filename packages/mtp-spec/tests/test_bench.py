@@ -89,7 +89,7 @@ def test_each_check_can_fail(change: Callable[[dict[str, Any]], object], names: 
     assert failing(change) == names
 
 
-def test_each_prompt_is_decoded_in_batches_of_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_prompt_is_decoded_in_batches_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     runner_up = {2: SimpleNamespace(logprob=-3.0)}
 
