@@ -244,7 +244,7 @@ def test_the_neighbour_fills_strided_rows_in_about_two_microseconds(shape):
 def test_each_situation_has_its_kernel_between(monkeypatch):
     """``behind`` the neighbour, which on a CPU is a fill as well; ``alone`` a fill."""
     ran = []
-    monkeypatch.setattr(tune, "_neighbour", lambda x: ran.append("neighbour"))
+    monkeypatch.setattr(tune.neighbour, "launch", lambda x: ran.append("neighbour"))
     monkeypatch.setattr(torch.Tensor, "fill_", lambda x, value: ran.append("fill"))
 
     def interleaved(calls, rounds, between):

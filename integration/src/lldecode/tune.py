@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from lldecode import bench, jit, plan, registry
+from lldecode import bench, jit, neighbour, plan, registry
 from lldecode.engine import failure
 from lldecode.plan import Gemm
 
@@ -139,20 +139,11 @@ def time_calls(calls: Mapping[str, Sequence[Callable[[], object]]], x: Tensor, r
     if x.ndim != 3:
         raise ValueError(f"x: expected shape [batch, M, k], got {list(x.shape)}")
     kept = x.clone()
-    between: dict[str, Callable[[], object] | None] = {"chain": None, "behind": lambda: _neighbour(x), "alone": lambda: x.fill_(1.0)}
+    between: dict[str, Callable[[], object] | None] = {"chain": None, "behind": lambda: neighbour.launch(x), "alone": lambda: x.fill_(1.0)}
     try:
         return {situation: bench.interleaved(calls, rounds=rounds, between=between[situation]) for situation in plan.SITUATIONS}
     finally:
         x.copy_(kept)
-
-
-def _neighbour(x: Tensor) -> None:
-    if not x.is_cuda:
-        x.fill_(1.0)
-        return
-    from lldecode.neighbour import launch
-
-    launch(x)
 
 
 def _measure(tuner: Tuner, gemm: Gemm, x: Tensor, weights: Sequence[Tensor], exact: Tensor, rounds: int) -> dict[str, Any]:
