@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lldecode.bench import Row, natural, read_csv
-from lldecode.plan import SITUATIONS
+from lldecode.plan import SITUATIONS, situation
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- figures: ([\w.-]+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
@@ -39,14 +39,14 @@ def summary(rows: Iterable[Row]) -> str:
     lines = ["| GPU | peer | cases | geometric mean | least | most |", "|---|---|---|---|---|---|"]
     for (gpu, provider), theirs in sorted(by.items()):
         ours = by.get((gpu, "lldecode"), {})
-        for situation in SITUATIONS:
-            cases = [case for case in theirs.keys() & ours.keys() if _situation(case) == situation]
+        for name in SITUATIONS:
+            cases = [case for case in theirs.keys() & ours.keys() if situation(case) == name]
             if provider == "lldecode" or not cases:
                 continue
             ratios = {case: theirs[case].us_p50 / ours[case].us_p50 for case in cases}
             mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
             (low, low_case), (high, high_case) = (f((v, k) for k, v in ratios.items()) for f in (min, max))
-            peer = provider if situation == "chain" else f"{provider}, {situation}"
+            peer = provider if name == "chain" else f"{provider}, {name}"
             lines.append(f"| {gpu} | {peer} | {len(ratios)} | {mean:.2f}x | {low:.2f}x ({low_case}) | {high:.2f}x ({high_case}) |")
     if len(lines) == 2:
         return "Not measured yet.\n"
@@ -59,11 +59,6 @@ def summary(rows: Iterable[Row]) -> str:
     lines.append("")
     lines.append(f"Speedup at p50; source {any_row.src_sha}, torch {any_row.torch}, measured {any_row.utc[:10]}.")
     return "\n".join(lines) + "\n"
-
-
-def _situation(case: str) -> str:
-    last = case.rpartition(" ")[2]
-    return last if last in SITUATIONS else "chain"
 
 
 def ablation(rows: Iterable[Mapping[str, str]]) -> str:

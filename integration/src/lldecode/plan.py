@@ -34,6 +34,12 @@ it runs from launch to end.
 """
 
 
+def situation(case: str) -> str:
+    """The one of :data:`SITUATIONS` in which a case of a results CSV was timed: its last word says so, but for the chain."""
+    last = case.rpartition(" ")[2]
+    return last if last in SITUATIONS else "chain"
+
+
 class Gemm(NamedTuple):
     """A product of x ``[batch, M, k]`` with ``[batch, k, n]``, whose n is contiguous where `n_major`; its ``str`` names it in a plan."""
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from lldecode import bench, tune
-from lldecode.plan import SITUATIONS, SIZES, Gemm
+from lldecode.plan import SIZES, Gemm, situation
 from lldecode_skinny_gemm import op
 from lldecode_skinny_gemm.plan import PLANS
 from lldecode_skinny_gemm.tune import TUNER, configs
@@ -139,8 +139,8 @@ def compare(shape: Gemm, sizes, skinny_033, rounds: int):
         thunks = {n: [lambda w=w, c=c: c(w) for w in weights] for n, c in calls.items()}
         moved = nbytes + shape.batch * m * (shape.k + shape.n) * 2
         took = op.choose(device.index, *Gemm.of(weights[0]), m, torch.bfloat16, False, True)[0]
-        for situation, samples in tune.time_calls(thunks, x32[:, :m], rounds).items():
-            name = case(shape, m) + ("" if situation == "chain" else f" {situation}")
+        for around, samples in tune.time_calls(thunks, x32[:, :m], rounds).items():
+            name = case(shape, m) + ("" if around == "chain" else f" {around}")
             rows += [bench.row(FEATURE, n, name, samples[n], moved, errors[n]) for n in calls]
             ours = bench.percentiles(samples["lldecode"])[1]
             others = {n: bench.percentiles(s)[1] for n, s in samples.items() if n != "lldecode"}
@@ -154,7 +154,7 @@ def compare(shape: Gemm, sizes, skinny_033, rounds: int):
 
 def drawn(rows):
     """What the figure shows."""
-    return [r for r in rows if r.case.startswith("M=8 ") and not r.case.endswith(SITUATIONS)]
+    return [r for r in rows if r.case.startswith("M=8 ") and situation(r.case) == "chain"]
 
 
 def dry_run(shapes) -> None:

@@ -174,7 +174,7 @@ FEATURE = Feature(
     name=NAME,
     summary="small-M bf16 GEMMs of the decode path: linears, absorbed MLA products, MTP projection, LM head",
     probe=probe,
-    default="off",  # until vLLM's engine has been measured with it at batch 16, too
+    default="off",  # until vLLM's engine has been timed with the plan that is shipped
     superseded_by="in part: vLLM 0.28.0 on SM103, 0.33.0 on SM107",
     patches=(
         *(Patch(target, wrap, why, _REMOVE, frozenset({source})) for target, wrap, why, source in _PATCHES),
