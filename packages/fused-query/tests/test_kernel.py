@@ -161,6 +161,24 @@ def test_every_lane_of_a_row_follows_its_scale(cases, interleave):
     assert cases.differences(case, cases.run_reference(case)) == [0, 0, 0]
 
 
+@pytest.mark.parametrize("interleave", [True, False])
+def test_every_lane_of_a_row_whose_maximum_overflows_fp32_follows_its_scale(cases, interleave):
+    """1.4 times bf16's largest takes a scale of 2^120; beside it, what is a hair above a midpoint of that scale."""
+    case = cases.make_case(1, 1, 4, interleave=interleave)
+    largest = torch.finfo(torch.bfloat16).max
+    for pair, cos, sin in ((9, 0.8, 0.6), (20, 1, -(2.0**-60))):
+        case.cos_sin[:, pair], case.cos_sin[:, 32 + pair] = cos, sin
+        plant(case.q_pe, pair, True, 1, 0)
+    plant(case.index_q[0, 2], 9, interleave, largest, -largest)
+    plant(case.index_q[0, 2], 20, interleave, 17 * 2.0**120, 2.0**100)
+    case.index_weights.fill_(1)
+    cases.emulate(case, build(dataclasses.replace(FP8, interleave=interleave)).ptx)
+    expected = cases.run_reference(case)
+    scale = expected[2][0, 2] / (case.scales["softmax_scale"] * case.scales["head_scale"])
+    assert scale.item() == pytest.approx(2.0**120)
+    assert cases.differences(case, expected) == [0, 0, 0]
+
+
 @pytest.mark.parametrize(("interleave", "largest", "votes"), [(True, 29.0, 0), (False, 28.0, 2)])
 def test_only_the_maximum_of_a_row_makes_its_scale_doubtful(cases, interleave, largest, votes):
     """A rotation on a threshold beside another element that is larger, or as large as fp32 makes the rotation."""

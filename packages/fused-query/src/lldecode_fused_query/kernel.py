@@ -248,8 +248,8 @@ class _FusedQuery:
         result[0], result[1] = _ptx(UE8M0, 2, row_max)
         out, doubt = _packed(BOTH_FP8X4, turned, result[1], 2.0**-22)
         bits = turned_max.bitcast(Int32)
-        # The row's largest, within 8 ulp of a threshold of the scale: every lane is in doubt, as each rounded for this scale.
-        if cute.arch.vote_any_sync((((bits + 0x200008) & 0x7FFFFF) < 16) & (bits + 8 >= row_max.bitcast(Int32))):
+        # The row's largest, within 8 ulp of a threshold of the scale or past fp32: every lane is in doubt, as each rounded for this scale.
+        if cute.arch.vote_any_sync((((bits + 0x200008) & 0x7FFFFF) < 16) & (bits + 8 >= row_max.bitcast(Int32)) | (result[1] == 0)):
             doubt.fill(Uint32(0xFFFFFFFF))
         if _any(doubt):
             quarters = _settled([x * 0.25 for x in turned], terms, doubt, _constant(4.0), _constant(0.25))
