@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lldecode.jit import Kernel
 
-SPIN = 400
+SPIN = 80
 """Dependent multiplications and additions before it writes, so that it goes on for about 2 us, as a small norm does."""
 
 THREADS = 128
