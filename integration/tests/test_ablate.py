@@ -487,7 +487,7 @@ def test_vllm_compares_tokens_and_excuses_only_noise(engine, capsys, monkeypatch
         ("near", "measured", "", {"M > 32": 3}),
         ("refused", "skipped", "capability: got 8.0", {}),
     ]
-    assert report["parameters"]["noise"] == {"margin": pytest.approx(0.01), "typical": pytest.approx(0.01)}
+    assert report["parameters"]["noise"] == {"margin": pytest.approx(0.01), "typical": pytest.approx(0.01), "step": 0.015}
     assert report["kernels"] == {c: [{"kernel": "gemm", "launches": 2.0, "us": 3.5}] for c in ("none", "near")}
     assert run(*VLLM, "--features", "near", "--profile") == 0
     assert "gemm" in capsys.readouterr().out
@@ -879,9 +879,9 @@ def test_noise_is_stocks_own_between_batch_sizes():
         }
     }
     stock["batches"]["1"]["prompts"][0]["margins"] = [9.0, 9.0, 0.5]
-    assert ablate_vllm.own_noise(stock) == ablate_vllm.Noise(margin=1.0, typical=0.0)  # where the second and the third part
+    assert ablate_vllm.own_noise(stock) == ablate_vllm.Noise(margin=1.0, typical=0.0, step=0.5)  # where the second and the third part
     never = {"batches": {"1": size(([1, 2, 3], [-1.0, -1.0, -9.0])), "5": size(([1, 2, 3], [-1.5, -1.5, -9.5]))}}
-    assert ablate_vllm.own_noise(never) == ablate_vllm.Noise(margin=0.5, typical=0.5)
+    assert ablate_vllm.own_noise(never) == ablate_vllm.Noise(margin=0.5, typical=0.5, step=1.0)
     assert ablate_vllm.own_noise({"batches": {"1": stock["batches"]["1"]}}) == ablate_vllm.Noise()
 
 
@@ -892,9 +892,9 @@ def test_each_prompt_of_the_largest_batch_counts_as_noise():
     largest = [prompt([7, 7, 7, 7]), prompt([7, 7, 7, 7])]
     stock = {"batches": {"1": {"prompts": largest[:1]}, "2": {"prompts": largest}}, "again": {"1": [prompt([7, 7, 7, 8], 0.25)]}}
     noise = ablate_vllm.own_noise(stock)
-    assert noise == ablate_vllm.Noise(margin=1.5, typical=0.0)  # the median of four positions without a change and three with one
+    assert noise == ablate_vllm.Noise(margin=1.5, typical=0.0, step=1.5)  # the median of four positions without a change and three with one
     del stock["again"]
-    assert ablate_vllm.own_noise(stock) == ablate_vllm.Noise()
+    assert ablate_vllm.own_noise(stock) == ablate_vllm.Noise(step=1.5)
     got = [largest[0], prompt([7, 7, 8, 8])]
     assert ablate_vllm.compare(largest, got, noise).ok and not ablate_vllm.compare(largest, got, ablate_vllm.own_noise(stock)).ok
 
@@ -909,6 +909,23 @@ def test_log_probabilities_that_are_off_everywhere_are_no_noise(change, ok):
     assert (verdict.ok, verdict.max_err, verdict.bound) == (ok, pytest.approx(change), pytest.approx(0.03))
     assert verdict.note == ("tokens equal" if ok else "log-probabilities change by 0.04 in the median, stock's own noise 0.01")
     assert ablate_vllm.compare([prompt(0)], [prompt(change)], ablate_vllm.Noise()).ok
+
+
+@pytest.mark.parametrize(("steps", "ok"), [(1, True), (3, True), (4, False)])
+def test_a_step_of_a_logit_is_noise(steps, ok):
+    """In bf16 less than half of stock's log-probabilities moved, by a step each: the median is what the others' sums changed."""
+
+    def prompt(moved, steps):
+        return {
+            "tokens": [1] * 40,
+            "logprobs": [-1 - steps / 64] * moved + [-1.0001] * (40 - moved),
+            "margins": [0.0, *[1 / 64, 0.5, 2.0] * 13],
+        }
+
+    stock, other = (prompt(moved, 1) for moved in (0, 18))
+    noise = ablate_vllm.own_noise({"batches": {"1": {"prompts": [stock | {"logprobs": [-1.0] * 40}]}, "2": {"prompts": [other]}}})
+    assert (noise.typical, noise.step) == (pytest.approx(0.0001, abs=1e-6), 1 / 64)
+    assert ablate_vllm.compare([stock], [prompt(22, steps)], noise).ok == ok
 
 
 @pytest.mark.parametrize(("margin", "ok"), [(0.4, True), (0.41, False)])

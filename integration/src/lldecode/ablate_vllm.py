@@ -66,7 +66,8 @@ TYPICAL_MARGIN = 3.0
 """The median change of a chosen token's log-probability may be this many times the median of stock's own noise.
 
 That noise is the change between batches of two sizes. It has a long tail, since another expert is chosen where two score the same; what is
-off everywhere moves the median.
+off everywhere moves the median. Logits in bf16 move by steps, so the median jumps from almost nothing to a step where half of them have
+moved: noise counts as one step at least.
 """
 
 LEAST_POSITIONS = 32
@@ -271,10 +272,12 @@ class Noise:
     Attributes:
         margin: the largest top-2 margin at which it chose another token.
         typical: the median change of a chosen token's log-probability.
+        step: the least top-2 margin, about the resolution of a logit.
     """
 
     margin: float = 0.0
     typical: float = 0.0
+    step: float = 0.0
 
 
 def own_noise(stock: Mapping[str, Any]) -> Noise:
@@ -295,7 +298,8 @@ def own_noise(stock: Mapping[str, Any]) -> Noise:
         return Noise()
     typical = statistics.median(changes)
     flips = [a["margins"][at] for a, b in pairs if (at := _common(a["tokens"], b["tokens"])) < len(a["tokens"])]
-    return Noise(max(flips, default=typical), typical)
+    step = min((margin for runs in by_prompt.values() for run in runs for margin in run["margins"] if margin > 0), default=0.0)
+    return Noise(max(flips, default=typical), typical, step)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -326,10 +330,10 @@ def compare(stock: Sequence[Mapping[str, Any]], got: Sequence[Mapping[str, Any]]
             notes.append(f"prompt {i} differs at token {at}, stock's margin {margin:.2g}{' is noise' if excused else ''}")
     changes = [x for pair in zip(stock, got, strict=True) for x in _changes(*pair)]
     typical = statistics.median(changes) if changes else 0.0
-    bound = TYPICAL_MARGIN * noise.typical if noise.typical and len(changes) >= LEAST_POSITIONS else None
+    bound = TYPICAL_MARGIN * max(noise.typical, noise.step) if noise.typical and len(changes) >= LEAST_POSITIONS else None
     if bound is not None and typical > bound:
         ok = False
-        notes.append(f"log-probabilities change by {typical:.2g} in the median, stock's own noise {noise.typical:.2g}")
+        notes.append(f"log-probabilities change by {typical:.2g} in the median, stock's own noise {bound / TYPICAL_MARGIN:.2g}")
     return Verdict(ok, "; ".join(notes) or "tokens equal", typical, bound)
 
 
