@@ -14,6 +14,7 @@ import torch
 _SIGNED = {"s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64}
 _BITS = {"u8": np.uint8, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64}
 _KIND = {**_SIGNED, **_BITS, "f32": np.float32}
+_POLICY = np.uint64(1)  # whatever createpolicy makes
 _COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
 _STEP = 1 << 40  # between the addresses of two tensors
 
@@ -217,7 +218,8 @@ class Machine:
             self.put(o[0], self.value(o[1], "u32") | (rank << np.uint32(24)), mask)
         elif name.startswith("cp.async.cg"):
             to, source = self.address(o[0], "u32"), self.address(o[1])
-            size = self.value(o[3], "u32") if len(o) > 3 else np.full(self.n, 16, np.uint32)
+            size = self.value(o[3], "u32")
+            assert (self.value(o[4], "u64")[mask] == _POLICY).all(), "cp.async: not the cache policy"
             self.smem[self.shared(to, 16, mask)] = 0xFF
             self.open.append((to, source, mask, size))
         elif name.startswith("cp.async.commit"):
@@ -239,6 +241,8 @@ class Machine:
             self.expected[self.cta[mask]] = self.value(o[2], "u32")[mask]
         elif op in ("barrier", "bar"):
             assert active.all(), f"{name}: not by every thread"
+        elif op == "createpolicy":
+            self.put(o[0], np.full(self.n, _POLICY), mask)
         elif op in ("fence", "griddepcontrol"):
             pass
         else:

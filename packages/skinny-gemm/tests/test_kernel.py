@@ -95,7 +95,9 @@ def test_the_ptx_computes_the_product(case: str, emulate: Any) -> None:
 def test_compiles_without_spills_and_with_16_byte_accesses(case: str, arch: str) -> None:
     made = build(case, arch)
     assert made.local_bytes == 0
-    assert len(re.findall(r"cp\.async\.cg\.shared\.global\.L2::128B \[%r\d+ \+ \d+\], \[%rd\d+ \+ \d+\], 16, size;", made.ptx)) >= 8
+    (policy,) = re.findall(r"createpolicy\.fractional\.L2::evict_first\.b64 (%rd\d+), 1\.0;", made.ptx)
+    copy = r"cp\.async\.cg\.shared\.global\.L2::cache_hint\.L2::128B \[%r\d+ \+ \d+\], \[%rd\d+ \+ \d+\], 16, size, "
+    assert len(re.findall(copy + policy + ";", made.ptx)) == len(re.findall(r"cp\.async\.cg", made.ptx)) >= 8
     assert not re.search(r"ld\.(global|shared)\.(v2|b64|b8)", made.ptx)
     assert made.ptx.count("ld.global.v4.b32") and made.ptx.count("ld.shared.v4.b32")
     order = re.findall(r"griddepcontrol\.\w+|cp\.async\.cg|ld\.global|st\.global|\bret;", made.ptx)
@@ -104,6 +106,18 @@ def test_compiles_without_spills_and_with_16_byte_accesses(case: str, arch: str)
     # nor does the assembler move a load of x before the wait
     early = made.sass[: made.sass.index("ACQBULK")]
     assert "LDGSTS" in early and not re.search(r"\b(LDG|STG)\.", early)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_copy_has_an_address_in_two_parts(arch: str) -> None:
+    """Short of registers, ptxas 13 made [R + UR] of it, and encoded that with the cache policy as an illegal instruction."""
+    from lldecode_skinny_gemm.kernel import Config
+
+    cfg = Config(**BASE | dict(k=14336, stride=14336, tokens=32, rows=112, cluster=2, warps=4, stages=3, wide=2))
+    copies = re.findall(r"LDGSTS[^;]*", cross_compile("lldecode_skinny_gemm.kernel:compile", cfg, arch).sass)
+    assert copies and not any("+UR" in copy for copy in copies)
+    (policy,) = {int(n) for copy in copies for n in re.findall(r"desc\[UR(\d+)\]", copy)}
+    assert policy % 2 == 0
 
 
 def test_pdl_is_in_the_ptx_only_where_asked() -> None:

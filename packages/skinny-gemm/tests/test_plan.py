@@ -104,15 +104,24 @@ def test_what_is_measured_fills_half_and_all_of_a_multiprocessor(shape, m):
 
     kinds: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}
     found = configs(SMS, shape, m)
-    assert len(found) == 16
+    assert len(found) == 22
     for tile, cfg in found.items():
         ctas = -(-shape.n // tile[0]) * tile[1]
         resident = min(227 * 1024 // cfg.smem, -(-ctas // SMS))
         kinds[resident * cfg.smem > 113 * 1024].append(tile)
     assert all(len(tiles) >= 5 for tiles in kinds.values())
     assert {tile[1] for tile in kinds[True]} == {1, 2}
-    assert all({tile[2] for tile in tiles} >= {4, 8} for tiles in kinds.values())
+    assert all({tile[2] for tile in tiles} >= {4, 8, 16} for tiles in kinds.values())
     assert next(iter(found)) in kinds[False]
+
+
+@pytest.mark.parametrize("shape", [Gemm(19360, 6144), Gemm(7168, 14336), Gemm(16384, 2048)])
+@pytest.mark.parametrize("m", [1, 8])
+def test_of_large_weights_small_tiles_in_waves_are_measured(shape, m):
+    from lldecode_skinny_gemm.tune import configs
+
+    found = {tile[2]: cfg for tile, cfg in configs(SMS, shape, m).items() if shape.n > 3 * SMS * tile[0]}
+    assert all(found[warps].smem <= 227 * 1024 // 3 and found[warps].cluster == 1 for warps in (8, 16))
 
 
 def test_precompiling_fills_the_disk_cache(home, monkeypatch):

@@ -10,6 +10,7 @@ import torch
 
 from lldecode.engine import drift
 from lldecode.testing import CUTE_DSL_ACCEPTED, CUTE_DSL_REFUSED
+from lldecode_skinny_gemm import vllm as adapter
 from lldecode_skinny_gemm.vllm import FEATURE, probe
 
 
@@ -21,6 +22,18 @@ def test_probe_accepts_the_proven(ctx):
 @pytest.mark.parametrize(("ctx", "reason"), CUTE_DSL_REFUSED)
 def test_probe_gives_the_reason(ctx, reason):
     assert probe(ctx) == reason
+
+
+@pytest.mark.parametrize(
+    ("feature", "torch_pdl", "launched"),
+    [(None, None, True), (None, "0", True), (None, "1", False), (True, "1", True), (True, None, True), (False, None, False)],
+)
+def test_pdl_is_off_beside_pytorchs_own_unless_the_feature_mends_that(monkeypatch, feature, torch_pdl, launched):
+    monkeypatch.setattr(adapter, "pdl", lambda: feature)
+    monkeypatch.delenv("TORCHINDUCTOR_ENABLE_PDL", raising=False)
+    if torch_pdl:
+        monkeypatch.setenv("TORCHINDUCTOR_ENABLE_PDL", torch_pdl)
+    assert adapter._pdl() is launched
 
 
 @pytest.mark.vllm

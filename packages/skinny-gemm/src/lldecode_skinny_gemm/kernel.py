@@ -127,11 +127,15 @@ class Config:
             mX.iterator.toint() + (Int64(batch) * mX.stride[0] + Int64(cutlass.min(8 * j + g, mX.shape[1] - 1)) * mX.stride[1] + k) * 2
             for j in range(m_tiles)
         ]
-        queue = smem.toint() + warp * self.region + lane * 16
+        # The `or` of 0 keeps the address whole: short of registers, ptxas 13 adds a lane's part and a warp's uniform one in each copy, and
+        # encodes that with a cache policy as an illegal instruction.
+        queue = (smem.toint() + warp * self.region + lane * 16) | (k >> 31)
         rows_left = mY.shape[2] - n
+        # A token reads a weight once: it is the first to leave the L2, in which activations stay.
+        (policy,) = _asm("createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", "=l", [Int64])
 
         for step in range_constexpr(stages):
-            self.copy_weights(step, 0, queue, pW, rows_left, k)
+            self.copy_weights(step, 0, queue, pW, policy, rows_left, k)
         if const_expr(self.pdl):
             cute.arch.griddepcontrol_wait()
         ahead = min(stages, max(2, _X_REGISTERS // (4 * self.wide * m_tiles)))
@@ -149,14 +153,14 @@ class Config:
             for step in range_constexpr(stages):
                 _wait(stages - 1)
                 acc = self.multiply(acc, queue, step, x[0])
-                self.copy_weights(step + stages, at, queue, pW, rows_left, k)
+                self.copy_weights(step + stages, at, queue, pW, policy, rows_left, k)
                 x = [*x[1:], self.load_x(step + ahead, at, pX, k)]
             at += stages * self.round
         for step in range_constexpr(rolled, steps):
             _wait(min(steps, stages + step) - step - 1)
             acc = self.multiply(acc, queue, step, x[0])
             if const_expr(step + stages < steps):
-                self.copy_weights(step + stages, 0, queue, pW, rows_left, k)
+                self.copy_weights(step + stages, 0, queue, pW, policy, rows_left, k)
             x = [*x[1:], *([self.load_x(step + ahead, 0, pX, k)] if step + ahead < steps else [])]
 
         cute.arch.sync_warp()
@@ -192,7 +196,7 @@ class Config:
         """k from this lane's first of a step to the end; None where that is always past the step."""
         return None if self.round * (step + 1) <= self.k else self.k - step * self.round - k
 
-    def copy_weights(self, step: int, at: Any, queue: Any, pW: Any, rows: Any, k: Any) -> None:
+    def copy_weights(self, step: int, at: Any, queue: Any, pW: Any, policy: Any, rows: Any, k: Any) -> None:
         """Start the copies of a step, `at` k further."""
         groups, stages = self.rows // 8, min(self.stages, self.steps)
         pW = pW + Int64(at) * (2 * self.stride if self.n_major else 2)
@@ -201,7 +205,7 @@ class Config:
                 ahead = step * self.round + 32 * u
                 offset = (ahead + i % 8) * self.stride + i // 8 * 64 if self.n_major else 8 * i * self.stride + ahead
                 slot = ((step % stages) * groups + i) * self.wide + u
-                _copy(queue, 512 * slot, pW, 2 * offset, rows, i // 8 * 64 if self.n_major else 8 * i, self.left(step, k), 32 * u)
+                _copy(queue, 512 * slot, pW, 2 * offset, policy, rows, i // 8 * 64 if self.n_major else 8 * i, self.left(step, k), 32 * u)
         _asm("cp.async.commit_group;", "", [])
 
     def load_x(self, step: int, at: Any, pX: list[Any], k: Any) -> list[list[Any]]:
@@ -255,13 +259,13 @@ def _wait(pending: int) -> None:
     _asm(f"cp.async.wait_group {pending};", "", [])
 
 
-def _copy(to: Any, to_offset: int, source: Any, offset: int, rows: Any, row: int, left: Any, k: int) -> None:
+def _copy(to: Any, to_offset: int, source: Any, offset: int, policy: Any, rows: Any, row: int, left: Any, k: int) -> None:
     """Start a copy of 16 bytes to shared memory; zeros, and no access, if at most `row` `rows` or at most `k` k are `left`."""
-    in_k = "" if left is None else f"setp.gt.and.s32 p, $3, {k}, p; "
-    size = f".reg .pred p; .reg .b32 size; setp.gt.s32 p, $2, {row}; {in_k}selp.b32 size, 16, 0, p;"
-    ptx = f"{{ {size} cp.async.cg.shared.global.L2::128B [$0 + {to_offset}], [$1 + {offset}], 16, size; }}"
-    args = (to, source, rows) if left is None else (to, source, rows, left)
-    _asm(ptx, "r,l,r,r"[: 2 * len(args) - 1], [], *args)
+    in_k = "" if left is None else f"setp.gt.and.s32 p, $4, {k}, p; "
+    size = f".reg .pred p; .reg .b32 size; setp.gt.s32 p, $3, {row}; {in_k}selp.b32 size, 16, 0, p;"
+    ptx = f"{{ {size} cp.async.cg.shared.global.L2::cache_hint.L2::128B [$0 + {to_offset}], [$1 + {offset}], 16, size, $2; }}"
+    args = (to, source, policy, rows) if left is None else (to, source, policy, rows, left)
+    _asm(ptx, "r,l,l,r,r"[: 2 * len(args) - 1], [], *args)
 
 
 def _load(source: Any, offset: int, left: Any, k: int) -> tuple[Any, ...]:

@@ -118,9 +118,8 @@ def run(cfg: Any, x: Tensor, weight: Tensor, out: Tensor, residual: Tensor | Non
     """Launch one config: x ``[H, M, K]``, weight ``[H, N, K]``, residual and out ``[H, M, N]``."""
     from lldecode_skinny_gemm.kernel import KERNEL
 
-    fn = KERNEL.get(cfg, x.device)
     with torch.cuda.device(x.device):
-        fn(x, weight.mT if cfg.n_major else weight, out, residual)
+        KERNEL.get(cfg, x.device)(x, weight.mT if cfg.n_major else weight, out, residual)
 
 
 def config(shape: Gemm, stride: int, m: int, tile: plan.Tile, dtype: torch.dtype, residual: bool, pdl: bool) -> Any:

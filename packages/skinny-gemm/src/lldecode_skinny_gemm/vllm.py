@@ -41,7 +41,8 @@ def _wanted(name: str) -> bool:
 
 
 def _pdl() -> bool:
-    return pdl() is not False  # the kernel waits for what it reads, so it may launch early unless the user says otherwise
+    """Unless the user says no: the kernel waits for what it reads. What PyTorch generates may not, where the pdl feature is not applied."""
+    return pdl() is True or (pdl() is None and os.environ.get("TORCHINDUCTOR_ENABLE_PDL") != "1")
 
 
 def _linear(original: Callable[[], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -174,7 +175,6 @@ FEATURE = Feature(
     name=NAME,
     summary="small-M bf16 GEMMs of the decode path: linears, absorbed MLA products, MTP projection, LM head",
     probe=probe,
-    default="off",  # until vLLM's engine has been timed with the plan that is shipped
     superseded_by="in part: vLLM 0.28.0 on SM103, 0.33.0 on SM107",
     patches=(
         *(Patch(target, wrap, why, _REMOVE, frozenset({source})) for target, wrap, why, source in _PATCHES),
