@@ -10,7 +10,6 @@ import torch
 
 from lldecode.engine import drift
 from lldecode.testing import CUTE_DSL_ACCEPTED, CUTE_DSL_REFUSED
-from lldecode_skinny_gemm import vllm as adapter
 from lldecode_skinny_gemm.vllm import FEATURE, probe
 
 
@@ -24,18 +23,6 @@ def test_probe_gives_the_reason(ctx, reason):
     assert probe(ctx) == reason
 
 
-@pytest.mark.parametrize(
-    ("feature", "torch_pdl", "launched"),
-    [(None, None, True), (None, "0", True), (None, "1", False), (True, "1", True), (True, None, True), (False, None, False)],
-)
-def test_pdl_is_off_beside_pytorchs_own_unless_the_feature_mends_that(monkeypatch, feature, torch_pdl, launched):
-    monkeypatch.setattr(adapter, "pdl", lambda: feature)
-    monkeypatch.delenv("TORCHINDUCTOR_ENABLE_PDL", raising=False)
-    if torch_pdl:
-        monkeypatch.setenv("TORCHINDUCTOR_ENABLE_PDL", torch_pdl)
-    assert adapter._pdl() is launched
-
-
 @pytest.mark.vllm
 def test_the_targets_are_what_the_patches_were_written_against():
     assert [drift(p) for p in FEATURE.patches] == [None] * len(FEATURE.patches)
@@ -45,7 +32,7 @@ COMMON = """
 import importlib, json, os, sys
 import torch
 from lldecode.engine import Engine
-from lldecode.feature import declined
+from lldecode.feature import declined, set_pdl
 from lldecode.testing_vllm import world
 from lldecode_skinny_gemm import op, vllm as adapter
 from lldecode_skinny_gemm.vllm import FEATURE
@@ -266,8 +253,16 @@ with world(sys.argv[1]) as config:
     out["33 tokens"] = torch.equal(torch.bmm(many, attention.W_UK_T), torch.ops.lldecode.skinny_gemm(many, plain.mT))
     import types
     hf = types.SimpleNamespace(hf_config=types.SimpleNamespace(index_topk=1))
-    config = types.SimpleNamespace(lora_config=None, model_config=hf)
+    compilation = types.SimpleNamespace(inductor_compile_config={})
+    config = types.SimpleNamespace(lora_config=None, model_config=hf, compilation_config=compilation)
     out["refusals"] = [adapter._refusal(config)]
+    for variable, configured, pdl in (("1", {}, None), ("0", {"triton.enable_pdl": True}, None), ("1", {}, True), ("1", {}, False)):
+        os.environ["TORCHINDUCTOR_ENABLE_PDL"] = variable
+        compilation.inductor_compile_config = configured
+        set_pdl(pdl)
+        out["refusals"].append(adapter._refusal(config))
+    set_pdl(None)
+    del os.environ["TORCHINDUCTOR_ENABLE_PDL"]
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     out["refusals"].append(adapter._refusal(config))
     del os.environ["VLLM_BATCH_INVARIANT"]
@@ -344,7 +339,8 @@ def test_absorbed_weights_answer_bmm(layers):
 
 @pytest.mark.vllm
 def test_batch_invariance_is_left_to_vllm(layers):
-    assert layers["refusals"] == [None, "VLLM_BATCH_INVARIANT", "a model without index_topk"]
+    pytorch = "triton.enable_pdl without the pdl feature: what PyTorch generates may read before it waits"
+    assert layers["refusals"] == [None, pytorch, pytorch, None, None, "VLLM_BATCH_INVARIANT", "a model without index_topk"]
 
 
 @pytest.mark.vllm

@@ -40,16 +40,17 @@ def candidates(sms: int, shape: Gemm, m: int) -> list[Tile]:
     (rows, cluster) by ascending :func:`cost`.
 
     Half is enough by Little's law: 0.8 us of latency at a multiprocessor's 36 GB/s of an H200's memory are 29 KB. All of it has most of
-    a GEMM of a few microseconds under way at its start; which is faster depends on the shape. Large weights also stream well through
-    small tiles in several waves, a few per multiprocessor, one of which loads while another ends. So in turn come, each by cost, three
-    tiles of 8 warps that fill half, three that fill all, those in waves, one of 4 and of 16 warps of each kind; at the end, 6 and 2 warps.
-    Where weights are large, what moves 1.4 times the bytes of the best is left out.
+    a GEMM of a few microseconds under way at its start; which is faster depends on the shape. Up to 8 tokens large weights also stream
+    well through small tiles in several waves, a few per multiprocessor, one of which loads while another ends; with more, activations,
+    read by every CTA, take the time. So in turn come, each by cost, three tiles of 8 warps that fill half, three that fill all, those in
+    waves, one of 4 and of 16 warps of each kind; at the end, 6 and 2 warps. Where weights are large, what moves 1.4 times the bytes of
+    the best is left out.
     """
     unit, n = 64 if shape.n_major else 8, shape.batch * shape.n
     found: dict[tuple[int, int, int, int], Tile] = {}
     kinds = [(f, c, max(1, -(-n * c // (sms * per_sm * unit))) * unit, per_sm) for (c, f), per_sm in itertools.product(_QUEUES, (1, 2, 4))]
     # A fill past all of it marks waves.
-    kinds += [(_SMEM + per_sm, 1, rows, per_sm) for rows, per_sm in _WAVES if n > rows * sms and not shape.n_major]
+    kinds += [(_SMEM + per_sm, 1, rows, per_sm) for rows, per_sm in _WAVES if m <= 8 and rows * sms < n < rows << 16 and not shape.n_major]
     for (fill, cluster, rows, per_sm), (warps, rank), wide in itertools.product(kinds, _WARPS.items(), (2, 1)):
         steps = -(-shape.k // (32 * wide * warps * cluster))
         # Sums are fp32 of each warp, in the place of its queue.

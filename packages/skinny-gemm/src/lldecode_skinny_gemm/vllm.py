@@ -40,24 +40,22 @@ def _wanted(name: str) -> bool:
     return next((p[0] != "!" for p in map(str.strip, LAYERS.split(",")[::-1]) if p and fnmatch.fnmatchcase(name, p.lstrip("!"))), False)
 
 
-def _pdl() -> bool:
-    """Unless the user says no: the kernel waits for what it reads. What PyTorch generates may not, where the pdl feature is not applied."""
-    return pdl() is True or (pdl() is None and os.environ.get("TORCHINDUCTOR_ENABLE_PDL") != "1")
-
-
 def _linear(original: Callable[[], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The op where it takes these arguments at every M, which a compiler must not branch on; else what vLLM does."""
+    """The op where it takes these arguments at every M, which a compiler must not branch on; else what vLLM does.
+
+    The kernel waits for what it reads, so it launches with PDL unless the user says otherwise.
+    """
     reason = "bias" if bias is not None else None if x.ndim == 2 else f"x: expected two dimensions, got {x.ndim}"
     if not torch.compiler.is_compiling() and (reason := reason or op.supports(x, weight)):
         decline(NAME, reason)
-    return original() if reason else torch.ops.lldecode.skinny_gemm(x, weight, None, _pdl())
+    return original() if reason else torch.ops.lldecode.skinny_gemm(x, weight, None, pdl() is not False)
 
 
 def _bmm(original: Callable[..., Tensor], x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     if reason := op.supports(x, weight.mT, out=out):
         decline(NAME, reason)
         return original(x, weight, out=out)
-    return op.skinny_bmm(x, weight, out=out, pdl=_pdl())
+    return op.skinny_bmm(x, weight, out=out, pdl=pdl() is not False)
 
 
 class _Linear(nn.Linear):
@@ -109,6 +107,9 @@ def _refusal(vllm_config: Any) -> str | None:
 
     if not hasattr(vllm_config.model_config.hf_config, "index_topk"):
         return "a model without index_topk"
+    config = vllm_config.compilation_config.inductor_compile_config
+    if pdl() is None and config.get("triton.enable_pdl", os.environ.get("TORCHINDUCTOR_ENABLE_PDL") == "1"):
+        return "triton.enable_pdl without the pdl feature: what PyTorch generates may read before it waits"
     return "LoRA" if vllm_config.lora_config else "VLLM_BATCH_INVARIANT" if envs.VLLM_BATCH_INVARIANT else None
 
 
@@ -129,7 +130,7 @@ def _units(model: nn.Module) -> Units:
     taken = [m for m in model.modules() if hasattr(m, "lldecode_skinny_gemm")]
     weights = [getattr(m, name).detach() for m in taken for name in ("weight", "W_UK_T", "W_UV") if hasattr(m, name)]
     as_taken = [w if w.ndim == 2 else w.mT for w in weights if w.is_cuda]
-    return {(tuple(w.shape), w.stride(), w.dtype, w.device): functools.partial(op.warmup, w, _pdl()) for w in as_taken}
+    return {(tuple(w.shape), w.stride(), w.dtype, w.device): functools.partial(op.warmup, w, pdl() is not False) for w in as_taken}
 
 
 _warm_up = WarmUp(NAME, _units)  # vLLM's registry of providers is weak
@@ -154,14 +155,11 @@ def _apply(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return apply
 
 
-def _layer_linear(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return functools.wraps(original)(lambda x, weight: _linear(functools.partial(original, x, weight), x, weight))
-
-
 _REMOVE = "vLLM's own small-M GEMMs cover SM90 and SM100 and measure as fast (0.33.0: three projections, SM103 and SM107)"
 _MODELS, _LAYERS = "vllm.model_executor.models", "vllm.model_executor.layers"
 _TAKE = f"takes, of fused_qkv_a_proj, q_b_proj, o_proj, wq_b, wk_weights_proj, MLPs, eh_proj and LM head, what matches {LAYERS}"
 _GIVE, _ABSORB = "gives the layers taken to the op", "has the absorbed weights of an attention that was taken answer torch.bmm with the op"
+_EMBEDDED = "the same call in the embedded layer", "with the feature"
 _PATCHES = (
     (f"{_MODELS}.deepseek_v2:DeepseekV2ForCausalLM.__init__", _init, _TAKE, "62535be1bf79770e"),
     (f"{_MODELS}.deepseek_mtp:DeepSeekMultiTokenPredictor.__init__", _init, _TAKE, "740134d856e2bc7d"),
@@ -178,7 +176,7 @@ FEATURE = Feature(
     superseded_by="in part: vLLM 0.28.0 on SM103, 0.33.0 on SM107",
     patches=(
         *(Patch(target, wrap, why, _REMOVE, frozenset({source})) for target, wrap, why, source in _PATCHES),
-        Patch("lldecode.layer:linear", _layer_linear, "the same call in the embedded layer", "with the feature"),
-        Patch("lldecode.layer:bmm", lambda bmm: functools.partial(_bmm, bmm), "the same call in the embedded layer", "with the feature"),
+        Patch("lldecode.layer:linear", lambda linear: lambda x, w: _linear(functools.partial(linear, x, w), x, w), *_EMBEDDED),
+        Patch("lldecode.layer:bmm", lambda bmm: functools.partial(_bmm, bmm), *_EMBEDDED),
     ),
 )
