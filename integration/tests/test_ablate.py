@@ -487,7 +487,7 @@ def test_vllm_compares_tokens_and_excuses_only_noise(engine, capsys, monkeypatch
         ("near", "measured", "", {"M > 32": 3}),
         ("refused", "skipped", "capability: got 8.0", {}),
     ]
-    assert report["parameters"]["noise"] == {"margin": pytest.approx(0.01), "typical": pytest.approx(0.01), "step": 0.015}
+    assert report["parameters"]["noise"] == {"margin": pytest.approx(0.01), "typical": pytest.approx(0.01), "step": 0.125}
     assert report["kernels"] == {c: [{"kernel": "gemm", "launches": 2.0, "us": 3.5}] for c in ("none", "near")}
     assert run(*VLLM, "--features", "near", "--profile") == 0
     assert "gemm" in capsys.readouterr().out
@@ -879,9 +879,9 @@ def test_noise_is_stocks_own_between_batch_sizes():
         }
     }
     stock["batches"]["1"]["prompts"][0]["margins"] = [9.0, 9.0, 0.5]
-    assert ablate_vllm.own_noise(stock) == ablate_vllm.Noise(margin=1.0, typical=0.0, step=0.5)  # where the second and the third part
+    assert ablate_vllm.own_noise(stock) == ablate_vllm.Noise(margin=1.0, typical=0.0, step=0.125)  # where the second and the third part
     never = {"batches": {"1": size(([1, 2, 3], [-1.0, -1.0, -9.0])), "5": size(([1, 2, 3], [-1.5, -1.5, -9.5]))}}
-    assert ablate_vllm.own_noise(never) == ablate_vllm.Noise(margin=0.5, typical=0.5, step=1.0)
+    assert ablate_vllm.own_noise(never) == ablate_vllm.Noise(margin=0.5, typical=0.5, step=0.125)
     assert ablate_vllm.own_noise({"batches": {"1": stock["batches"]["1"]}}) == ablate_vllm.Noise()
 
 
@@ -892,9 +892,11 @@ def test_each_prompt_of_the_largest_batch_counts_as_noise():
     largest = [prompt([7, 7, 7, 7]), prompt([7, 7, 7, 7])]
     stock = {"batches": {"1": {"prompts": largest[:1]}, "2": {"prompts": largest}}, "again": {"1": [prompt([7, 7, 7, 8], 0.25)]}}
     noise = ablate_vllm.own_noise(stock)
-    assert noise == ablate_vllm.Noise(margin=1.5, typical=0.0, step=1.5)  # the median of four positions without a change and three with one
+    assert noise == ablate_vllm.Noise(
+        margin=1.5, typical=0.0, step=0.125
+    )  # the median of four positions without a change and three with one
     del stock["again"]
-    assert ablate_vllm.own_noise(stock) == ablate_vllm.Noise(step=1.5)
+    assert ablate_vllm.own_noise(stock) == ablate_vllm.Noise(step=0.125)
     got = [largest[0], prompt([7, 7, 8, 8])]
     assert ablate_vllm.compare(largest, got, noise).ok and not ablate_vllm.compare(largest, got, ablate_vllm.own_noise(stock)).ok
 
@@ -926,6 +928,28 @@ def test_a_step_of_a_logit_is_noise(steps, ok):
     noise = ablate_vllm.own_noise({"batches": {"1": {"prompts": [stock | {"logprobs": [-1.0] * 40}]}, "2": {"prompts": [other]}}})
     assert (noise.typical, noise.step) == (pytest.approx(0.0001, abs=1e-6), 1 / 64)
     assert ablate_vllm.compare([stock], [prompt(22, steps)], noise).ok == ok
+
+
+@pytest.mark.parametrize(
+    ("margins", "step"),
+    [
+        ([n / 64 for n in (1, 6, 11, 12, 22, 49)], 1 / 64),
+        ([0.0] * 9 + [n / 64 + 1e-6 for n in (1, 3, 12, 23)] + [5 / 1024], 1 / 64),  # one of them in a finer binade
+        ([4.0, 5.0, 8.0, 12.0], 1 / 8),  # no coarser: nothing near a tie says so
+        ([4.0091, 5.3137, 8.8713, 12.2139], 0.0),  # fp32
+        ([0.0, 0.0], 0.0),
+    ],
+)
+def test_the_step_of_logits_is_what_their_margins_are_multiples_of(margins, step):
+    assert ablate_vllm._step(margins) == step
+
+
+def test_confident_tokens_make_no_noise():
+    def prompt(change):
+        return {"tokens": [1] * 40, "logprobs": [-1.0 - change] * 40, "margins": [4.0 + 0.1737 * i for i in range(40)]}
+
+    noise = ablate_vllm.own_noise({"batches": {"1": {"prompts": [prompt(0)]}, "2": {"prompts": [prompt(0.001)]}}})
+    assert not ablate_vllm.compare([prompt(0)], [prompt(0.01)], noise).ok
 
 
 @pytest.mark.parametrize(("margin", "ok"), [(0.4, True), (0.41, False)])

@@ -272,7 +272,7 @@ class Noise:
     Attributes:
         margin: the largest top-2 margin at which it chose another token.
         typical: the median change of a chosen token's log-probability.
-        step: the least top-2 margin, about the resolution of a logit.
+        step: the resolution of logits, see :func:`_step`.
     """
 
     margin: float = 0.0
@@ -298,8 +298,19 @@ def own_noise(stock: Mapping[str, Any]) -> Noise:
         return Noise()
     typical = statistics.median(changes)
     flips = [a["margins"][at] for a, b in pairs if (at := _common(a["tokens"], b["tokens"])) < len(a["tokens"])]
-    step = min((margin for runs in by_prompt.values() for run in runs for margin in run["margins"] if margin > 0), default=0.0)
-    return Noise(max(flips, default=typical), typical, step)
+    margins = [margin for runs in by_prompt.values() for run in runs for margin in run["margins"]]
+    return Noise(max(flips, default=typical), typical, _step(margins))
+
+
+def _step(margins: Iterable[float]) -> float:
+    """The power of two, 2^-10 to 2^-3, that most top-2 margins are multiples of, as they are where logits are in bf16; else 0.
+
+    The lower quartile of what divides each: of half of them that is the step itself, and few are on a finer one.
+    """
+    divisors = [
+        next((s for s in (2.0**-k for k in range(3, 11)) if abs(m / s - round(m / s)) * s < 2e-5), 0.0) for m in margins if m > 1e-4
+    ]
+    return sorted(divisors)[len(divisors) // 4] if divisors else 0.0
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -330,10 +341,11 @@ def compare(stock: Sequence[Mapping[str, Any]], got: Sequence[Mapping[str, Any]]
             notes.append(f"prompt {i} differs at token {at}, stock's margin {margin:.2g}{' is noise' if excused else ''}")
     changes = [x for pair in zip(stock, got, strict=True) for x in _changes(*pair)]
     typical = statistics.median(changes) if changes else 0.0
-    bound = TYPICAL_MARGIN * max(noise.typical, noise.step) if noise.typical and len(changes) >= LEAST_POSITIONS else None
+    own = max(noise.typical, noise.step)
+    bound = TYPICAL_MARGIN * own if own and len(changes) >= LEAST_POSITIONS else None
     if bound is not None and typical > bound:
         ok = False
-        notes.append(f"log-probabilities change by {typical:.2g} in the median, stock's own noise {bound / TYPICAL_MARGIN:.2g}")
+        notes.append(f"log-probabilities change by {typical:.2g} in the median, stock's own noise {own:.2g}")
     return Verdict(ok, "; ".join(notes) or "tokens equal", typical, bound)
 
 
