@@ -338,7 +338,7 @@ def test_absorbed_weights_answer_bmm(layers):
 
 
 @pytest.mark.vllm
-def test_batch_invariance_is_left_to_vllm(layers):
+def test_what_a_config_rules_out_is_left_to_vllm(layers):
     pytorch = "triton.enable_pdl without the pdl feature: what PyTorch generates may read before it waits"
     assert layers["refusals"] == [None, pytorch, pytorch, None, None, "VLLM_BATCH_INVARIANT", "a model without index_topk"]
 

@@ -13,7 +13,7 @@ Tile = tuple[int, int, int, int, int]
 """What of a kernel's config is tuned: rows, cluster, warps, stages, wide; see ``kernel.Config``."""
 FUSED_A = Gemm(2112, 7168)
 """What vLLM's ``dsv3_fused_a_gemm`` is built for, in bf16 and for M <= 16."""
-_WARPS = {8: 0, 4: 1, 16: 2, 6: 3, 2: 4}  # and how late each is tried
+_WARPS = (8, 4, 16, 6, 2)  # in the order in which they are tried
 _SMEM, _HALF = 227 * 1024, 104 * 1024  # of a multiprocessor; beside half fits another CTA, the next kernel's first or one left over
 # Clusters and the bytes of a multiprocessor that queues fill. No plan of an H200 had larger clusters with all of it, and with a
 # multiprocessor a CTA they leave some idle of the 18 of a GPC.
@@ -51,14 +51,15 @@ def candidates(sms: int, shape: Gemm, m: int) -> list[Tile]:
     kinds = [(f, c, max(1, -(-n * c // (sms * per_sm * unit))) * unit, per_sm) for (c, f), per_sm in itertools.product(_QUEUES, (1, 2, 4))]
     # A fill past all of it marks waves.
     kinds += [(_SMEM + per_sm, 1, rows, per_sm) for rows, per_sm in _WAVES if m <= 8 and rows * sms < n < rows << 16 and not shape.n_major]
-    for (fill, cluster, rows, per_sm), (warps, rank), wide in itertools.product(kinds, _WARPS.items(), (2, 1)):
+    for (fill, cluster, rows, per_sm), (rank, warps), wide in itertools.product(kinds, enumerate(_WARPS), (2, 1)):
         steps = -(-shape.k // (32 * wide * warps * cluster))
         # Sums are fp32 of each warp, in the place of its queue.
         sums, free = warps * tokens(m) * (-(-rows // 16) * 64 + 16), _SMEM - tokens(m) * rows * 4 - 64
         stages = min(min(fill, free) // per_sm // (warps * wide * rows * 64), steps)
-        idle = steps * 32 * wide * warps * cluster / shape.k > 1.25 or (fill > _SMEM and warps not in (8, 16))
+        # Much of the last step is past K, or waves of other warps than were fastest on an H200.
+        poor = steps * 32 * wide * warps * cluster / shape.k > 1.25 or (fill > _SMEM and warps not in (8, 16))
         registers = -(-rows // 16) * tokens(m) // 2 + rows // 2  # sums and weights of a step
-        if idle or steps > 32 or rows > 192 or stages < min(2, steps) or sums > free or registers > (64 if warps == 16 else 176):
+        if poor or steps > 32 or rows > 192 or stages < min(2, steps) or sums > free or registers > (64 if warps == 16 else 176):
             continue
         if (slot := (rank, fill, rows, cluster)) not in found or math.prod(found[slot][3:]) < stages * wide:
             found[slot] = rows, cluster, warps, stages, wide
