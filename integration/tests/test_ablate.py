@@ -892,9 +892,8 @@ def test_each_prompt_of_the_largest_batch_counts_as_noise():
     largest = [prompt([7, 7, 7, 7]), prompt([7, 7, 7, 7])]
     stock = {"batches": {"1": {"prompts": largest[:1]}, "2": {"prompts": largest}}, "again": {"1": [prompt([7, 7, 7, 8], 0.25)]}}
     noise = ablate_vllm.own_noise(stock)
-    assert noise == ablate_vllm.Noise(
-        margin=1.5, typical=0.0, step=0.125
-    )  # the median of four positions without a change and three with one
+    # The median of four positions without a change and three with one.
+    assert noise == ablate_vllm.Noise(margin=1.5, typical=0.0, step=0.125)
     del stock["again"]
     assert ablate_vllm.own_noise(stock) == ablate_vllm.Noise(step=0.125)
     got = [largest[0], prompt([7, 7, 8, 8])]

@@ -307,10 +307,13 @@ def _step(margins: Iterable[float]) -> float:
 
     The lower quartile of what divides each: of half of them that is the step itself, and few are on a finer one.
     """
-    divisors = [
-        next((s for s in (2.0**-k for k in range(3, 11)) if abs(m / s - round(m / s)) * s < 2e-5), 0.0) for m in margins if m > 1e-4
-    ]
-    return sorted(divisors)[len(divisors) // 4] if divisors else 0.0
+
+    def divisor(margin: float) -> float:
+        n = round(margin * 1024)
+        return min(n & -n, 128) / 1024 if abs(margin - n / 1024) < 2e-5 else 0.0
+
+    divisors = sorted(divisor(margin) for margin in margins if margin > 1e-4)
+    return divisors[len(divisors) // 4] if divisors else 0.0
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
